@@ -11,12 +11,6 @@ ACC = FilterSettings("acc")
 MASK = FailureLimits(sample_retries=0)
 
 
-def test_metric_decides_which_value_counts(output):
-    penalised = [output(reward=1.0, info={"acc": 1.0}), output(reward=0.5, info={"acc": 1.0})]
-    assert common_value("acc", penalised) == 1.0
-    assert common_value("reward", penalised) is None
-
-
 @pytest.mark.parametrize(("info", "said"), [({}, "nothing"), ({"acc": None}, "None"), ({"acc": "yes"}, "'yes'")])
 def test_reward_without_the_metric_is_named_and_its_group_is_not_judged(output, info, said):
     assert f"filter_groups.metric=acc: the reward function gives {said}; numbers are" in missing("acc", 1.0, info)

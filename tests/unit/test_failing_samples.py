@@ -28,7 +28,6 @@ from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoop
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.worker.agent_loop_worker import (
     ObservedAgentLoopWorker,
-    OverlongError,
     PartialRolloutAgentLoopWorker,
     RewardError,
 )
@@ -451,20 +450,6 @@ def trained(function, length=3, group_filter=None, **options):
         )
 
     return asyncio.run(run())
-
-
-def test_reward_of_a_training_sample_is_asked_for_as_often_as_a_sample_is_retried():
-    assert trained(flaky(OSError("no disk"), math.nan)).reward_score == 1.0
-    with pytest.raises(RewardError, match="reward function failed on prompt 0/7: OSError: no disk") as caught:
-        trained(flaky(*[OSError("no disk")] * 3))
-    assert caught.value.times == 3, "which leaves no retry of the whole sample"
-
-
-def test_training_sample_that_is_too_long_fails_with_words():
-    with pytest.raises(
-        OverlongError, match=r"a response of 9 tokens \(actor_rollout_ref\.rollout\.response_length=8\)"
-    ):
-        trained(flaky(), length=9)
 
 
 @pytest.mark.parametrize("acc", [None, "yes"])

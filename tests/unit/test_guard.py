@@ -201,13 +201,6 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
 # -- what else ends a wait -----------------------------------------------------------------------------------------------
 
 
-async def test_wait_ends_at_its_deadline_by_name_and_key():
-    said = r"^saving x took more than 0.2 s \(partial_rollout.deadlines.weight_sync_s\)$"
-    async with life() as one:
-        with pytest.raises(TimeoutError, match=said):
-            await one.guard.wait(hangs(), "saving x", "weight_sync_s")
-
-
 async def test_manager_that_does_not_answer_ends_the_round():
     async with life(manager=AsyncMock(**{"standing.side_effect": hangs})) as one:
         with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):

@@ -46,8 +46,16 @@ def tokenizer_of(template=TURNS):
 
 
 class Rows(list):
+    """A dataset that counts how often it is read."""
+
+    reads = 0
+
     def __init__(self, chats):
         super().__init__({"raw_prompt": np.array(chat)} for chat in chats)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return super().__getitem__(i)
 
 
 @pytest.fixture
@@ -67,6 +75,16 @@ def test_prompts_are_measured_as_verls_agent_loops_make_them(config, template, t
     made = [verls.build_initial_tokens(chat) for chat in CHATS]
     assert prompt_lengths(config, tokenizer, Rows(CHATS)).tolist() == [len(ids) for ids in made]
     assert all(ids.count(tokenizer.bos_token_id) == (template == "begins with bos") for ids in made)
+
+
+def test_over_long_prompts_are_counted_and_the_longest_is_named_unless_they_are_filtered(config):
+    tokenizer, words = tokenizer_of("{% for m in messages %}{{ m['content'] }}{% endfor %}"), (10, 70, 65, 64)
+    config.data.max_prompt_length, rows = 64, Rows([{"role": "user", "content": "a" * count}] for count in words)
+    with pytest.raises(ConfigError, match=r"max_prompt_length=64: at least 70, the tokens of row 1 .*; 2 of 4 prompts"):
+        check_prompts(config, tokenizer, rows)
+    config.data.filter_overlong_prompts, rows.reads = True, 0
+    check_prompts(config, tokenizer, rows)
+    assert rows.reads == 0, "verl leaves them out"
 
 
 @pytest.mark.parametrize(

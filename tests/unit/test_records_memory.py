@@ -1,13 +1,7 @@
-"""Memory of who reads a run: the audit's does not grow with the run, the report's by a little for each engine call.
-
-``python -m pytest tests/unit/test_records_memory.py -m benchmarks -s`` prints the figures for a run of a million calls.
-"""
+"""Memory of who reads a run: the audit's does not grow with the run, the report's by a little for each engine call."""
 
 import subprocess
 import sys
-import time
-
-import pytest
 
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.runs import large_run
@@ -29,19 +23,15 @@ for _ in range(3):
 """
 
 
-def in_a_process(code, run, seconds=100):
-    """The last lines of a process without other tests' threads."""
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
-    return done.stdout.split()
-
-
 def peak(module, name, run):
-    """Most bytes that Python held at once during a call.
+    """Most bytes that Python held at once during a call, in a process without other tests' threads.
 
     The least of three: numpy imports some parts when they are first used, and Python's table of strings grows at once.
     """
-    return min(map(int, in_a_process(_TRACED.format(module=module, name=name), run)))
+    command = [sys.executable, "-c", _TRACED.format(module=module, name=name), str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    return min(map(int, done.stdout.split()))
 
 
 def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
@@ -55,28 +45,3 @@ def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
     run = large_run(tmp_path, 10, calls=2000, groups=200)
     assert peak("run_record", "load_run", run) / 20_000 < 330
-
-
-_MEASURED = """
-import re, sys
-from pathlib import Path
-from recipe.partial_rollout.tools.{module} import main
-
-def peak():
-    # Unlike getrusage's, it does not begin with the parent's.
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-base = peak()
-assert main(sys.argv[1:]) == 0
-print(peak() - base)
-"""
-
-
-@pytest.mark.benchmarks
-@pytest.mark.timeout(3000)
-def test_a_million_calls(tmp_path):
-    run = large_run(tmp_path / "run", steps=500, calls=2000, groups=200)
-    for module in ("audit", "report.command"):
-        began = time.monotonic()
-        mib = int(in_a_process(_MEASURED.format(module=module), run, seconds=1500)[-1]) / 1024
-        print(f"\n{module}: {time.monotonic() - began:.0f} s, {mib:,.0f} MiB beyond its imports")
