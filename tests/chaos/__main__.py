@@ -126,7 +126,7 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
         "repeated": audited.repeated,
         "violations": [*audited.violations, *hung, *told],
         "max_staleness": audited.max_staleness,
-        "max_staleness_allowed": audited.sizes.max_staleness if audited.sizes else None,
+        "max_staleness_allowed": audited.sizes.max_staleness,
         "trained_groups": len(audited.trained.all),
         "undone_groups": audited.undone,
         "conversations": len(held),

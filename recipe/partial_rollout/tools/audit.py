@@ -10,7 +10,8 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -119,9 +120,8 @@ class Prompts:
         self._rounds = [(entry.step, getattr(entry, kind)) for entry in entries]
         self.all = np.concatenate([np.zeros(0, np.int64), *(np.array(prompts) for _, prompts in self._rounds)])
         """[prompt] in the order of the rounds"""
-        self.once, times = np.unique(self.all, return_counts=True)
+        self.once = np.unique(self.all)
         """[prompt] sorted, each once"""
-        self.repeated = self.once[times > 1]
 
     def steps_of(self, prompts: np.ndarray) -> dict[int, list[int]]:
         """For each of a few ``prompts`` its steps."""
@@ -133,169 +133,150 @@ class Prompts:
         return steps
 
 
-@dataclass(slots=True)
 class Audit:
-    """The account of a training, without what resumes have undone."""
+    """The account of a training, without what resumes have undone.
 
-    sizes: RunSettings | None = None
-    """of the process that began last; ``total`` is at most what the data suffices for"""
-    offered: int = 0
-    """most prompts that any process of the training may admit"""
-    complete: bool = False
-    exhausted: bool = False
-    """whether it is complete because the data could not fill another batch"""
-    drains: bool = True
-    """whether every process so far drains"""
-    worked: bool = False
-    """whether the present process has booked anything, and has not ended on purpose: the next one survives its death"""
-    resumes: int = 0
-    kills: int = 0
-    violations: list[str] = field(default_factory=list)
-    lost: int = 0
-    repeated: int = 0
-    lineage: Lineage[Entry] = field(init=False)
-    entries: list[Entry] = field(default_factory=list)
-    """of the rounds that count; filled in by ``judge``, with the three that follow"""
-    admitted: Prompts = field(init=False)
-    trained: Prompts = field(init=False)
-    filtered: Prompts = field(init=False)
-    """what dynamic sampling consumed"""
+    Args:
+        first: the first event of its log. events: those that follow.
+    """
 
-    def __post_init__(self) -> None:
-        self.lineage = Lineage(lambda round_: Entry.of(round_, self._sizes))
+    def __init__(self, first: RunSettings, events: Iterable[Event]) -> None:
+        self.sizes = first
+        """of the process that began last; ``total`` is at most what the data suffices for"""
+        self.offered = 0
+        """most prompts that any process of the training may admit"""
+        self.drains = True
+        """whether every process so far drains"""
+        self.complete = self.exhausted = False
+        """whether it is over; whether because the data could not fill another batch"""
+        self._worked = False
+        """whether the present process has booked anything, and has not ended on purpose: the next one survives its death"""
+        self.resumes, self.kills = -1, 0
+        self.lost = self.repeated = 0
+        self.violations: list[str] = []
+        lineage = Lineage(lambda round_: Entry.of(round_, self.sizes))
+        for event in chain([first], events):
+            self._book(event)
+            lineage.take(event)
+        self.entries = list(lineage.standing())
+        """of the rounds that count"""
+        self.admitted, self.trained, self.filtered = (
+            Prompts(self.entries, kind) for kind in ("admitted", "trained", "filtered")
+        )
+        self.undone = sum(len(entry.trained) for entry in lineage.all()) - len(self.trained.all)
+        """trained groups that resumes have undone"""
+        self._consumed = np.union1d(self.trained.once, self.filtered.once)
+        self._judge()
 
-    def book(self, event: Event) -> None:
-        """Take the next event of the run."""
+    def _book(self, event: Event) -> None:
         match event:
             case RunSettings():
                 self._book_process(event)
             case Round() | Checkpoint():
-                self.worked = True
+                self._worked = True
             case Ended():
-                self.worked, self.complete, self.exhausted = False, event.complete, event.exhausted
-        self.lineage.take(event)
+                self._worked, self.complete, self.exhausted = False, event.complete, event.exhausted
 
     def _book_process(self, sizes: RunSettings) -> None:
-        if (before := self.sizes) is not None:
-            self.kills += self.worked
-            self.resumes += 1
-            for key in _LASTING:
-                if getattr(sizes, key) != getattr(before, key):
-                    change = f"{getattr(before, key)} to {getattr(sizes, key)}"
-                    self.violations.append(f"a resumed run changed {key} from {change}")
+        self.kills += self._worked
+        self.resumes += 1
+        for key in _LASTING:
+            before, now = getattr(self.sizes, key), getattr(sizes, key)
+            if now != before:
+                self.violations.append(f"a resumed run changed {key} from {before} to {now}")
         # ``trainer.total_training_steps`` may be more than the data suffices for.
         self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
-        self.worked, self.complete = False, False
+        self._worked = self.complete = self.exhausted = False
         self.drains &= sizes.drains
         self.offered = max(self.offered, sizes.offered)
 
-    @property
-    def _sizes(self) -> RunSettings:
-        assert self.sizes is not None
-        return self.sizes
+    # -- what is wrong with it ---------------------------------------------------------------------------------------
 
-    def judge(self) -> None:
-        """Fill in the violations."""
-        self.entries = list(self.lineage.standing())
-        self.admitted, self.trained, self.filtered = (
-            Prompts(self.entries, kind) for kind in ("admitted", "trained", "filtered")
-        )
+    def _judge(self) -> None:
         rounds = Counter(entry.step for entry in self.entries)
         steps = range(1, max(rounds, default=0) + 1)
         self.violations += [f"step {step} has {rounds[step]} rounds" for step in steps if rounds[step] != 1]
-        self._judge_prompts()
-        self._judge_filtered()
+        self._judge_consumed()
+        self._judge_holes()
+        self._judge_lost()
+        trained, total = len(self.trained.once), self.sizes.total
+        if self.complete and not self.exhausted and trained < total:
+            self.violations.append(f"the training is complete with {trained} prompts trained of {total}")
         self.violations += [fault for entry in self.entries for fault in entry.faults]
 
-    def _judge_prompts(self) -> None:
-        admitted, trained, filtered = self.admitted.once, self.trained.once, self.filtered.once
-        for prompt, steps in self.trained.steps_of(self.trained.repeated).items():
-            listed = ", ".join(map(str, steps))
-            self.violations.append(f"prompt {_uid(prompt)} was trained {len(steps)} times: in steps {listed}")
-            self.repeated += 1
-        known, booked = self._known(trained), np.isin(trained, admitted)
-        for at in np.flatnonzero(~known | ~booked):
-            what = " and never admitted" if known[at] else ": the training has no such prompt"
-            self.violations.append(f"prompt {_uid(int(trained[at]))} was trained{what}")
-        self._judge_holes(np.concatenate([admitted, trained, filtered]))
-        by_data = self.drained and not self._sizes.filters
-        if by_data or (self.complete and self.exhausted):
-            expected = self._prompts(np.arange(self._sizes.total if by_data else self.offered))
-        else:
-            expected = admitted
-        self._judge_lost(np.setdiff1d(expected, np.concatenate([trained, filtered])))
-        if self.complete and not self.exhausted and not by_data and len(trained) < self._sizes.total:
-            self.violations.append(
-                f"the training is complete with {len(trained)} prompts trained of {self._sizes.total}"
-            )
+    def _judge_consumed(self) -> None:
+        """Check that each prompt is consumed once, trained or filtered, after its admission."""
+        consumed, times = np.unique(np.concatenate([self.trained.all, self.filtered.all]), return_counts=True)
+        known, admitted = self._known(consumed), np.isin(consumed, self.admitted.once)
+        wrong = (times > 1) | ~known | ~admitted
+        trained, filtered = self.trained.steps_of(consumed[wrong]), self.filtered.steps_of(consumed[wrong])
+        for prompt, exists, entered in zip(consumed[wrong].tolist(), known[wrong], admitted[wrong], strict=True):
+            for what, steps in ("trained", trained[prompt]), ("filtered", filtered[prompt]):
+                said = f"prompt {_uid(prompt)} was {what}"
+                if len(steps) > 1:
+                    self.violations.append(f"{said} {len(steps)} times: in steps {', '.join(map(str, steps))}")
+                if steps and not exists:
+                    self.violations.append(f"{said}: the training has no such prompt")
+                elif steps and not entered:
+                    self.violations.append(f"{said} and never admitted")
+            if trained[prompt] and filtered[prompt]:
+                both = f"filtered in step {filtered[prompt][0]} and trained in step {trained[prompt][-1]}"
+                self.violations.append(f"prompt {_uid(prompt)} was {both}")
+            self.repeated += len(trained[prompt]) + len(filtered[prompt]) > 1
 
-    def _judge_filtered(self) -> None:
-        """Check filtered prompts: each is consumed once, after its admission, and not trained as well."""
-        repeated, admitted, filtered = self.filtered.repeated, self.admitted.once, self.filtered.once
-        wrong = np.isin(filtered, self.trained.once) | np.isin(filtered, repeated) | ~np.isin(filtered, admitted)
-        trained = self.trained.steps_of(np.intersect1d(filtered, self.trained.once))
-        for prompt, at in self.filtered.steps_of(filtered[wrong]).items():
-            steps, uid = ", ".join(map(str, at)), _uid(prompt)
-            if prompt in trained:
-                self.violations.append(
-                    f"prompt {uid} was filtered in step {steps} and trained in step {trained[prompt][-1]}"
-                )
-            elif len(at) > 1:
-                self.violations.append(f"prompt {uid} was filtered {len(at)} times: in steps {steps}")
-            else:
-                self.violations.append(f"prompt {uid} was filtered and never admitted")
-            self.repeated += bool(np.isin(prompt, admitted))
-
-    def _judge_holes(self, seen: np.ndarray) -> None:
+    def _judge_holes(self) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
-        if self.drained and not self._sizes.filters:
+        if self.drained and not self.sizes.filters:
             return
+        seen = np.concatenate([self.admitted.once, self._consumed])
         places = self._places(seen[self._known(seen)])
-        skipped = np.setdiff1d(np.arange(places.max(initial=0)), places)
+        skipped = self._prompts(np.setdiff1d(np.arange(places.max(initial=0)), places))
         self.violations += [
-            f"prompt {_uid(int(prompt))} was lost: later ones were admitted, it was not"
-            for prompt in self._prompts(skipped)
+            f"prompt {_uid(prompt)} was lost: later ones were admitted, it was not" for prompt in skipped.tolist()
         ]
         self.lost += len(skipped)
 
-    def _judge_lost(self, untrained: np.ndarray) -> None:
-        """Check untrained prompts: only as many as admission allows may be in flight, none once drained."""
-        in_flight = (1 + self._sizes.max_staleness) * self._sizes.batch_groups
+    def _judge_lost(self) -> None:
+        """Check for prompts that should have been consumed by now."""
+        sizes, due = self.sizes, self.admitted.once
+        in_flight = (1 + sizes.max_staleness) * sizes.batch_groups
         if self.drained:
-            in_flight = 0
+            due, in_flight = due if sizes.filters else self._prompts(np.arange(sizes.total)), 0
         elif self.complete and self.exhausted:
             # The prompts left at the end of the data do not fill a batch.
-            in_flight = self._sizes.batch_groups - 1
-        if len(untrained) <= in_flight:
-            return
-        self.lost += len(untrained) - in_flight
-        if self.drained:
-            self.violations += [f"prompt {_uid(int(prompt))} was lost: never trained" for prompt in untrained]
-        else:
+            due, in_flight = self._prompts(np.arange(self.offered)), sizes.batch_groups - 1
+        untrained = np.setdiff1d(due, self._consumed).tolist()
+        lost = max(0, len(untrained) - in_flight)
+        self.lost += lost
+        if lost and self.drained:
+            self.violations += [f"prompt {_uid(prompt)} was lost: never trained" for prompt in untrained]
+        elif lost:
             self.violations.append(
                 f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
-                f"{len(untrained) - in_flight} were lost, the first maybe {_uid(int(untrained[0]))}"
+                f"{lost} were lost, the first maybe {_uid(untrained[0])}"
             )
 
     @property
     def drained(self) -> bool:
         """Whether nothing may be in flight: the training is complete and drains."""
         kept = len(np.setdiff1d(self.admitted.once, self.filtered.once))
-        ends = self.drains if self._sizes.filters else self.offered <= self._sizes.total
-        return self.complete and not self.exhausted and (ends or kept <= self._sizes.total)
+        ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
+        return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
     def _prompts(self, places: np.ndarray) -> np.ndarray:
         """The prompts at ``places`` of the whole training."""
-        size = self._sizes.epoch_prompts
+        size = self.sizes.epoch_prompts
         return places // size * _POSITIONS + places % size
 
     def _places(self, prompts: np.ndarray) -> np.ndarray:
         """The inverse of ``_prompts``."""
-        return prompts // _POSITIONS * self._sizes.epoch_prompts + prompts % _POSITIONS
+        return prompts // _POSITIONS * self.sizes.epoch_prompts + prompts % _POSITIONS
 
     def _known(self, prompts: np.ndarray) -> np.ndarray:
         """bool [prompt] whether the training has such a prompt"""
-        return (prompts % _POSITIONS < self._sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+        return (prompts % _POSITIONS < self.sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def max_staleness(self) -> int:
@@ -303,19 +284,10 @@ class Audit:
         return max((entry.staleness for entry in self.entries), default=0)
 
     @property
-    def undone(self) -> int:
-        """Number of trained groups that resumes have undone."""
-        return sum(len(entry.trained) for entry in self.lineage.all()) - len(self.trained.all)
-
-    @property
-    def _consumed(self) -> np.ndarray:
-        return np.union1d(self.trained.once, self.filtered.once)
-
-    @property
     def complete_epochs(self) -> int:
         """Number of epochs of which every prompt is trained or filtered."""
-        size = self._sizes.epoch_prompts
-        epochs = (self.offered if self._sizes.filters else self._sizes.total) // size
+        size = self.sizes.epoch_prompts
+        epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
         places = self._places(self._consumed[self._known(self._consumed)])
         return int(np.sum(np.bincount(places // size, minlength=epochs)[:epochs] == size))
 
@@ -334,7 +306,7 @@ class Audit:
 
     def table(self) -> str:
         """The figures, one a line."""
-        sizes = self._sizes
+        sizes = self.sizes
         rows = {
             "arm": sizes.arm,
             "training": self.end,
@@ -361,15 +333,14 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
     Raises:
         RunRecordError: it cannot be read, or is of noPR; names the file and line.
     """
-    result, cut_off = Audit(), []
-    for event in read_log(run_dir, cut_off):
-        if isinstance(event, RunSettings) and event.arm is Arm.NOPR:
-            raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
-        result.book(event)
-    if result.sizes is None:
+    cut_off: list[str] = []
+    events = read_log(run_dir, cut_off)
+    first = next(events, None)
+    if not isinstance(first, RunSettings):
         raise RunRecordError(f"{run_dir / NAME} has no event")
-    result.judge()
-    return result, len(cut_off)
+    if first.arm is Arm.NOPR:
+        raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
+    return Audit(first, events), len(cut_off)
 
 
 def main(arguments: list[str] | None = None) -> int:
