@@ -67,8 +67,8 @@ from recipe.partial_rollout.worker.turn_alignment import sample_output
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
 
-_THREADS = 2**20
-"""most of the event loop, made as they are needed: none that a tool or a carried sample holds keeps another from its own"""
+_THREADS = 1024
+"""of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
 
 logger = logging.getLogger(__name__)
 

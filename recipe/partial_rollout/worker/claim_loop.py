@@ -109,11 +109,6 @@ class Outbox:
         self.report_now(sample)
         await known.wait()
 
-    def finish(self, sample: LiveSample, output: SampleOutput) -> None:
-        """Report that ``sample`` has ended with ``output``, which stands for all that is not reported yet."""
-        sample.take_unsent()
-        self.unsent.finished.append((sample.id, output))
-
     def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
         """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
         self.note(sample)
@@ -229,7 +224,9 @@ class ClaimLoop:
             await self._fail(sample, error)
         else:
             self._any_finished = True
-            self.outbox.finish(sample, output)
+            # It stands for all that is not reported yet.
+            sample.take_unsent()
+            self.outbox.unsent.finished.append((sample.id, output))
         del self.samples[sample.id]
         self._settle(sample)
         self.outbox.send()

@@ -37,10 +37,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -57,6 +59,9 @@ from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, O
 T = TypeVar("T")
 
 Result = tuple[ToolResponse, float | None, dict[str, Any]]
+
+_THREADS = ThreadPoolExecutor(2**20, thread_name_prefix="tool")
+"""of synchronous tools, made as they are needed: a thread cannot be ended from outside, and no other call waits for it"""
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +119,8 @@ class _Calls:
         """``function`` of the tool, synchronous or not."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        result = await asyncio.to_thread(function, *args, **kwargs)
+        call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+        result = await asyncio.get_running_loop().run_in_executor(_THREADS, call)
         return await result if inspect.isawaitable(result) else result
 
     async def within(self, call: Awaitable[T]) -> T:
