@@ -1,13 +1,17 @@
 """The batch contract: shapes, sides, masks, and what happens to a sample that does not fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 import torch
+from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
+from recipe.partial_rollout.training.agent_loop_manager import PartialRolloutAgentLoopManager
 from recipe.partial_rollout.training.batch import assemble_batch
 
 
@@ -111,3 +115,16 @@ def test_samples_of_a_prompt_share_nothing_that_a_later_reward_could_write_into(
     data = assemble(groups(output))
     data.non_tensor_batch["reward_model"][0]["num_turns"] = 7
     assert data.non_tensor_batch["reward_model"][1] == {"ground_truth": "g"}
+
+
+async def test_batch_has_verls_timings_of_its_samples(output):
+    taken = groups(output)
+    first = replace(taken[0].outputs[0], metrics={"generate_sequences": 9.0, "tool_calls": 1.0, "calls_asked": 2})
+    taken[0] = replace(taken[0], outputs=(first, *taken[0].outputs[1:]))
+    manager = object.__new__(PartialRolloutAgentLoopManager)
+    rollout = SimpleNamespace(n=2, prompt_length=6, response_length=8)
+    manager.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    manager.driver, manager._pad_id = SimpleNamespace(next_batch=AsyncMock(return_value=taken)), 0
+    slots = DataProto.from_dict({}, non_tensors={"uid": np.array(list("aabb"), object)}, meta_info={"global_steps": 1})
+    timing = (await manager.generate_sequences(slots)).meta_info["timing"]
+    assert timing["agent_loop/tool_calls/max"] == 1 and timing["agent_loop/slowest/response_length"] == 3

@@ -53,6 +53,7 @@ verl.single_controller.ray.base <- replica
 verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
     has: config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class
         __init__ generate_sequences
+    calls: _performance_metrics(metrics, output)
 verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- agent_loop_worker agent_loop_manager
     has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
         reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score _postprocess

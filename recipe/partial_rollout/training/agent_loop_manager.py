@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopMetrics
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
@@ -192,7 +192,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         groups = await self.driver.next_batch(int(prompts.meta_info["global_steps"]))
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
-        return assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
+        batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
+        metrics = [AgentLoopMetrics(**output.metrics).model_dump() for group in groups for output in group.outputs]
+        batch.meta_info["timing"] = self._performance_metrics([metrics], batch)
+        return batch
 
 
 def _start_manager(context: RolloutContext, store: RayObjects) -> Any:

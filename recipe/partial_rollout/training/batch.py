@@ -136,14 +136,4 @@ def assemble_batch(
     non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)
     meta = {"reward_extra_keys": extra_keys} if "rm_scores" in tensors.keys() else {}  # noqa: SIM118
-    return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info={**meta, "timing": _timings(groups)})
-
-
-def _timings(groups: Sequence[TakenGroup]) -> dict[str, float]:
-    """verl's ``agent_loop/*`` timings (seconds) over the samples of a batch."""
-    timing: dict[str, float] = {}
-    for key in ("generate_sequences", "tool_calls", "compute_score"):
-        values = np.array([output.metrics.get(key, 0.0) for group in groups for output in group.outputs])
-        for name, value in (("min", values.min()), ("max", values.max()), ("mean", values.mean())):
-            timing[f"agent_loop/{key}/{name}"] = float(value)
-    return timing
+    return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)
