@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.rollout.workers import WorkerPool
@@ -48,7 +49,8 @@ class Manager:
 
 
 @pytest.fixture
-def guarded():
+def guarded(monkeypatch):
+    monkeypatch.setattr(guard_module, "LOOK_EVERY_S", 0.2)
     workers = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     manager = ray.remote(Manager).options(num_cpus=0).remote()
     deadlines, stop = Deadlines(interrupt_s=INTERRUPT_S), StopSignals()
@@ -70,7 +72,7 @@ def guarded():
         control=SimpleNamespace(load=no_load),
     )
     asyncio.run(pool.start())
-    yield workers, pool, Guard(context, manager, pool, look_every_s=0.2)
+    yield workers, pool, Guard(context, manager, pool)
     for actor in [*workers, manager]:
         ray.kill(actor)
 

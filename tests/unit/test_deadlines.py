@@ -26,7 +26,7 @@ ENDED_BY = {
     "rollout/workers.py ask": "WorkerPool._answer",
     "rollout/workers.py begin": "WorkerPool._answer",
     "training/agent_loop_manager.py _spawn": "nobody waits: makes an actor",
-    "training/agent_loop_manager.py _start_manager": "nobody waits: makes an actor",
+    "training/agent_loop_manager.py connect": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
     "training/agent_loop_manager.py introduce": "WorkerPool._start, within START_S",
     "training/colocated_reward.py said": "_attempt, within reward_s",

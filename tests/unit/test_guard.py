@@ -20,7 +20,9 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.config.sections import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout import stop as stop_module
+from recipe.partial_rollout.rollout import workers as workers_module
 from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
@@ -32,6 +34,7 @@ QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, weight_sync_s=0.2)
 @pytest.fixture(autouse=True)
 def asked_again_soon(monkeypatch):
     monkeypatch.setattr(waits, "AGAIN_S", 0.01)
+    monkeypatch.setattr(guard_module, "LOOK_EVERY_S", 0.02)
 
 
 def out_of_reach():
@@ -75,9 +78,7 @@ class Life:
         self.connecting_s = 0.0
         self.manager = manager or AsyncMock(**{"release_worker.return_value": 3})
         handle, tokens = Local(self.manager), itertools.chain(tokens, itertools.repeat(0))
-        self.pool = WorkerPool(
-            self.workers, lambda i: FakeWorker(), self._connect, restarts, deadlines, self.stop, kill=self._kill
-        )
+        self.pool = WorkerPool(self.workers, lambda i: FakeWorker(), self._connect, restarts, deadlines, self.stop)
 
         async def load():
             return {"a": (1, next(tokens))}
@@ -89,7 +90,7 @@ class Life:
             control=SimpleNamespace(load=load),
             source=None,
         )
-        self.guard = Guard(self.context, handle, self.pool, look_every_s=0.02)
+        self.guard = Guard(self.context, handle, self.pool)
 
     async def _connect(self, i, name, worker):
         await asyncio.sleep(self.connecting_s)
@@ -109,8 +110,10 @@ class Life:
 async def life(**options):
     one = Life(**options)
     await one.pool.start()
-    async with asyncio.timeout(5):
-        yield one
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(workers_module.ray, "kill", one._kill)
+        async with asyncio.timeout(5):
+            yield one
 
 
 # -- workers that are lost -----------------------------------------------------------------------------------------------

@@ -43,17 +43,13 @@ class Guard:
         context: of the run.
         manager: handle of the manager actor.
         pool: the agent-loop workers, connected to ``manager``.
-        look_every_s: see ``LOOK_EVERY_S``.
     """
 
-    def __init__(
-        self, context: RolloutContext, manager: Any, pool: WorkerPool, look_every_s: float = LOOK_EVERY_S
-    ) -> None:
+    def __init__(self, context: RolloutContext, manager: Any, pool: WorkerPool) -> None:
         self._context = context
         self._deadlines = context.settings.deadlines
         self._manager = manager
         self._pool = pool
-        self._look_every_s = look_every_s
 
     async def wait(
         self,
@@ -125,7 +121,7 @@ class Guard:
         """Ask manager and workers for a sign of life, for ever; a worker that gives none is ended."""
         deadline_s = self._deadlines.interrupt_s
         while True:
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(LOOK_EVERY_S)
             what = "asking the manager actor how far the round is"
             await wait(self._manager.standing.remote(), deadline_s, what, "interrupt_s")
             await self._pool.ask("__ray_ready__")
@@ -139,7 +135,7 @@ class Guard:
         trainers = self._context.trainers
         while True:
             await asyncio.gather(*[_look_after(trainers, rank) for rank in range(len(trainers))])
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch_engines(self) -> NoReturn:
         """Tell the manager, for ever, that engines decode: a sample of 60,000 tokens may report nothing for longer than

@@ -37,7 +37,6 @@ class WorkerPool:
         connect: connects worker ``i``, under its name, to the manager and the replicas.
         restarts: replacements allowed over the whole run.
         stop: once the user has asked to stop, workers have a shorter time to answer, and are not replaced.
-        kill: ends a worker, which may not answer.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class WorkerPool:
         restarts: int,
         deadlines: Deadlines,
         stop: StopSignals,
-        kill: Callable[[Any], object] = ray.kill,
     ) -> None:
         self._workers = workers
         self._spawn = spawn
@@ -56,7 +54,6 @@ class WorkerPool:
         self._restarts_left = self._restarts = restarts
         self._deadlines = deadlines
         self._stop = stop
-        self._kill = kill
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
         self._lives = [1] * len(workers)
         self._serving: list[Future[None] | None] = [None] * len(workers)
@@ -198,5 +195,5 @@ class WorkerPool:
                 waited = f"{verb.strip('_')} within {time.monotonic() - began:.1f} s"
                 limit = f"partial_rollout.deadlines.interrupt_s={limit_s:g}"
                 self._silent[i] = f"did not answer {waited} ({limit}) and was ended"
-                self._kill(worker)
+                ray.kill(worker)
             return []

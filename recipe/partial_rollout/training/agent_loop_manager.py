@@ -159,7 +159,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         deadline_s = settings.deadlines.interrupt_s
         self.context, self._pad_id = context, pad_id
         store = RayObjects(deadline_s)
-        manager = _start_manager(context, store)
+        # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
+        bounded = settings.group_filter is not None and settings.drain
+        train_groups = context.last_step * settings.batch_groups if bounded else None
+        manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
         roster = ReplicaRoster(control, self.llm_client._load_balancer, context.log, len(workers), deadline_s)
 
         async def introduce(i: int, name: str, worker: Any) -> None:
@@ -193,18 +196,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
-        metrics = [AgentLoopMetrics(**output.metrics).model_dump() for group in groups for output in group.outputs]
+        outputs = [output for group in groups for output in group.outputs]
+        metrics = [AgentLoopMetrics.model_validate(output.metrics).model_dump() for output in outputs]
         batch.meta_info["timing"] = self._performance_metrics([metrics], batch)
         return batch
-
-
-def _start_manager(context: RolloutContext, store: RayObjects) -> Any:
-    """The manager actor's handle."""
-    settings = context.settings
-    # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
-    bounded = settings.group_filter is not None and settings.drain
-    train_groups = context.last_step * settings.batch_groups if bounded else None
-    return on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
 
 
 def on_this_node(actor_class: Any) -> Any:
