@@ -215,6 +215,25 @@ def test_only_what_verl_reads_is_taken_for_data(files):
     check_files(files(pd.DataFrame([without("data_source")]), *SCORED_BY_MODEL))
 
 
+VERLS_SOURCES = (
+    "openai/gsm8k HuggingFaceH4/MATH-500 math_dapo aime24 numina_cn_k12 codecontests hiyouga/geometry3k searchR1_nq"
+)
+
+
+def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(files, tmp_path, capsys):
+    none = "reward.custom_reward_function.path=null"
+    with pytest.raises(
+        ConfigError, match=r"function\.path=None: .* verl has none for data_source=mine of .*/train\.parq"
+    ):
+        check_files(files(pd.DataFrame([{**ROW, "data_source": "openai/gsm8k"}, ROW]), none))
+    known = pd.DataFrame([{**ROW, "data_source": source} for source in VERLS_SOURCES.split()])
+    with pytest.raises(ConfigError, match=r"data_source=mine of .*/val\.parquet"):
+        check_files(files(known, none))
+    check_files(files(known, none, f"data.val_files={tmp_path}/train.parquet"))
+    check_files(files(pd.DataFrame([ROW]), *SCORED_BY_MODEL))
+    assert not any(capsys.readouterr())
+
+
 def test_a_batch_needs_as_many_prompts_and_validation_one():
     data = {"train_batch_size": 8, "val_files": "v.parquet", "max_prompt_length": 5, "filter_overlong_prompts": False}
     config = OmegaConf.create({"data": data})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.user_code import agent_loops
@@ -90,11 +93,27 @@ def _check_columns(config: DictConfig, key: str, name: str, columns: dict[str, p
         kind: Any = columns["reward_model"]
         if kind is not None and not (pa.types.is_struct(kind) and kind.get_field_index("ground_truth") >= 0):
             raise fail(key, name, f"{reads}; its reward_model is {kind}")
+        if kind is not None and not config.reward.custom_reward_function.path:
+            _check_sources(name)
     if _LOOP in columns and columns[_LOOP] is not None:
         known = agent_loops(config)
         for loop in pq.read_table(Path(name).expanduser(), columns=[_LOOP])[_LOOP].unique().to_pylist():
             if loop not in known:
                 raise fail(key, name, f"a file whose column {_LOOP} has {', '.join(sorted(known))}; it has {loop}")
+
+
+def _check_sources(name: str) -> None:
+    """Raise ``ConfigError`` for a ``data_source`` of the file that verl has no reward function for."""
+    for source in pq.read_table(Path(name).expanduser(), columns=["data_source"])["data_source"].unique().to_pylist():
+        try:
+            # What verl has fails otherwise, for there is nothing to score; one of them prints.
+            with redirect_stdout(StringIO()):
+                default_compute_score(source, None, None)
+        except NotImplementedError as error:
+            words = f"a file with your reward function; verl has none for data_source={source} of {name}"
+            raise fail("reward.custom_reward_function.path", None, words) from error
+        except Exception:
+            continue
 
 
 def _rewards_by_rows(config: DictConfig) -> bool:
