@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,12 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.checkpoint.lineage import locked
-from recipe.partial_rollout.config.keys import ConfigError, refuse_unknown
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
     OVERLONG,
-    ROOT,
-    PartialRolloutConfig,
     check_keys,
     register_keys,
 )
@@ -85,8 +82,7 @@ def prepare(config: DictConfig) -> None:
     foreign = foreign_recipe()
     if foreign is not None:
         raise ConfigError(foreign)
-    from recipe.partial_rollout.preflight.overrides import resolved
-    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
+    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved
     from recipe.partial_rollout.training.trainer_config import choose_attention
 
     values = resolved(config)
@@ -137,9 +133,8 @@ def run(config: DictConfig) -> None:
 
 def _run_in(directory: Path, config: DictConfig) -> None:
     """Check what depends on the run's directory and data; then leave it to Ray."""
-    from recipe.partial_rollout.preflight.inputs import check_prompts, check_rows
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-    from recipe.partial_rollout.preflight.rows import check_steps
+    from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
     from recipe.partial_rollout.training.ray_trainer import session_of
 
@@ -216,21 +211,6 @@ def show_warnings() -> None:
     ours.handlers, ours.propagate = [_AboveProgressBar()], False
 
 
-def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse overrides of unknown ``partial_rollout`` keys; hydra's own error takes three lines and exits with code 1.
-
-    Raises:
-        ConfigError: in one line that names the nearest key.
-    """
-    for argument in arguments:
-        if found := re.fullmatch(rf"{ROOT}\.([\w.]+)=(.*)", argument, re.DOTALL):
-            *parents, name = found[1].split(".")
-            node: dict[str, object] = {name: found[2]}
-            for parent in reversed(parents):
-                node = {parent: node}
-            refuse_unknown(PartialRolloutConfig, node, ROOT)
-
-
 def in_one_line(program: Callable[[], None]) -> None:
     """Run ``program``, of ``hydra.main``; what hydra refuses ends it in one line, with exit code 2."""
     # Otherwise hydra prints what it raises, in three lines, and exits with 1.
@@ -238,7 +218,7 @@ def in_one_line(program: Callable[[], None]) -> None:
     try:
         program()
     except Exception as error:
-        from recipe.partial_rollout.preflight.overrides import of_hydra
+        from recipe.partial_rollout.preflight.verl_keys import of_hydra
 
         refuse(error if isinstance(error, ConfigError) else of_hydra(error, sys.argv[1:]))
 
@@ -264,42 +244,31 @@ def main() -> None:
 
 
 def _main() -> None:
-    checks_only = CHECK in sys.argv
+    act = check if CHECK in sys.argv else run
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
 
-    def program() -> None:
-        check_overrides(sys.argv[1:])
-        spare_caches()
-        (_composed_check if checks_only else _composed_main)()
+    @hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+    def composed(config: DictConfig) -> None:
+        end_in_one_line(act, config)
 
-    in_one_line(program)
-
-
-_composes = hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
+    spare_caches()
+    in_one_line(composed)
 
 
-@_composes
-def _composed_check(config: DictConfig) -> None:
+def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> None:
+    """``act``, which is ``check`` or ``run``; what it raises ends the process."""
     try:
-        check(config)
-    except ConfigError as error:
-        refuse(error)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)
-        sys.exit(1)
-
-
-@_composes
-def _composed_main(config: DictConfig) -> None:
-    try:
-        run(config)
+        act(config)
     except ConfigError as error:
         refuse(error)
     except StopTraining as stop:
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except Exception as error:
+        if act is check:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)
+            sys.exit(1)
         log, text = Path(config.trainer.default_local_dir) / ERROR_LOG, traceback.format_exc()
         try:
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.checkpoint.snapshot import write_snapshot
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import check_rows
+from recipe.partial_rollout.preflight.rows import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps

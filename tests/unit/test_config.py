@@ -122,7 +122,7 @@ CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mo
 FILTER, PENALTY = "algorithm.filter_groups", "algorithm=dapo reward.reward_kwargs"
 FILTERS = f"{FILTER}.enable=True"
 MISTAKES = {
-    f"{ROLLOUT}.n=0": "an integer of at least 1",
+    f"{ROLLOUT}.n=0": "at least 1",
     "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times actor_rollout_ref.rollout.n=2 it must be",
     f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
     "data.gen_batch_size=7": "null, or data.train_batch_size=4",
@@ -147,7 +147,7 @@ MISTAKES = {
     f"{ROLLOUT}.enable_rollout_routing_replay=True": "False with partial_rollout.enable=True: an interrupted",
     f"{ROLLOUT}.disaggregation.enabled=True": "False with partial_rollout.enable=True",
     f"{ROLLOUT}.full_determinism=True": "False with partial_rollout.enable=True: every request is seeded alike",
-    f"+{ACTOR}.megatron.router_replay.mode=R3": "disabled with",
+    f"+{ACTOR}.megatron.router_replay.mode=R3": "one of disabled, null with",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint is sealed once whole",
     "model_engine=megatron": "dp",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
@@ -179,9 +179,9 @@ MISTAKES = {
     f"algorithm=grpo_passk {ROLLOUT}.n=1": "at least 2 with algorithm.adv_estimator=grpo_passk, whose",
     f"{FILTERS} {P}.enable=False": f"{FILTERS}: False with partial_rollout.enable=False: verl's v0 trainer",
     f"{FILTERS} {ROLLOUT}.n=1": f"{FILTERS}: False with actor_rollout_ref.rollout.n=1",
-    f"{FILTERS} {FILTER}.metric=null": "metric=None: reward, or a name of the reward's extra information",
+    f"{FILTERS} {FILTER}.metric=null": "metric=None: reward, or a name of its extra information",
     f"{FILTERS} {FILTER}.max_num_gen_batches=1": "0 for no limit, or at least 2",
-    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": "1: partial_rollout.over",
+    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": "one of 1, null: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
     f"{FILTERS} reward.reward_model.enable=True {P}.reward_in_worker=False": f"{FILTERS}: False, or reward.reward_model",
     f"{PENALTY}.overlong_buffer_cfg.len=2000": "1 to reward.reward_kwargs.max_resp_len=1536",

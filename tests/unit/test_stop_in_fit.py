@@ -308,7 +308,7 @@ def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_non
     monkeypatch.setattr(main_ppo, "run", run)
     with monkeypatch.context() as broken, pytest.raises(SystemExit) as ended:
         broken.setattr(RayPPOTrainer, "_update_actor", refuse)
-        main_ppo._composed_main.__wrapped__(OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}}))
+        main_ppo.end_in_one_line(main_ppo.run, OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}}))
     log = tmp_path / "error.log"
     assert ended.value.code == 1 and "training failed: RuntimeError: no update\n" in capsys.readouterr().err
     assert 'File "my_loop.py", line 7' in log.read_text() and "in refuse" in log.read_text()

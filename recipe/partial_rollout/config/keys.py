@@ -24,8 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 
 class ConfigError(ValueError):
@@ -60,34 +62,21 @@ class Key:
     null: str | None = None
     """what null stands for, if the settings fill it in; for the README's table"""
 
-    @property
-    def _lower(self) -> str:
-        return f"above {self.above:g}" if self.above is not None else f"of at least {self.at_least:g}"
+    def allowed(self, kind: Any, *, nullable: bool) -> str:
+        """The values that a key of type ``kind`` may have, in words."""
+        if get_origin(kind) is tuple:
+            words = "[low, high], each " + self.allowed(get_args(kind)[0], nullable=False)
+        elif issubclass(kind, StrEnum):
+            words = "one of " + ", ".join(kind)
+        else:
+            least = f"above {self.above:g}" if self.above is not None else f"of at least {self.at_least:g}"
+            words = f"{'an integer' if kind is int else self.unit} {least}"
+        return ", or ".join([words, *([str(self.word)] if self.word else []), *(["null"] if nullable else [])])
 
-    def number(self, path: str, value: Any, kind: type[int] | type[float], *, nullable: bool) -> Any:
-        """``value``, checked; ``path`` is for the error."""
-        others = [*([str(self.word)] if self.word else []), *(["null"] if nullable else [])]
-        noun = "an integer" if kind is int else self.unit
-        allowed = ", or ".join([f"{noun} {self._lower}", *others])
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-            raise fail(path, value, allowed)
-        if not math.isfinite(value) or (self.above is not None and value <= self.above):
-            raise fail(path, value, allowed)
-        if self.at_least is not None and value < self.at_least:
-            raise fail(path, value, allowed)
-        if self.share_of and value > 1:
-            raise fail(path, kind(value), f"at most 1: a share of {self.share_of}")
-        return kind(value)
-
-    def pair(self, path: str, value: Any, kind: type[float], *, nullable: bool) -> Any:
-        """``value``, two numbers, each checked."""
-        allowed = f"[low, high], each {self.unit} {self._lower}" + (", or null" if nullable else "")
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-            raise fail(path, value, allowed)
-        try:
-            return tuple(self.number(path, each, kind, nullable=False) for each in value)
-        except ConfigError as error:
-            raise fail(path, value, allowed) from error
+    def within(self, number: float) -> bool:
+        """Whether a number is in the limits, the upper one of a share apart."""
+        high_enough = number > self.above if self.above is not None else number >= (self.at_least or 0)
+        return math.isfinite(number) and high_enough
 
 
 def key(default: Any, words: str, **limits: Any) -> Any:
@@ -171,20 +160,23 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
     Raises:
         ConfigError: in one line.
     """
-    kinds = get_args(kind) or (kind,)
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     nullable = NoneType in kinds or declared.null is not None
     (plain,) = (each for each in kinds if each is not NoneType)
-    if value is None and nullable:
-        return None
-    if declared.word is not None and value == declared.word:
+    if (value is None and nullable) or (declared.word is not None and value == declared.word):
         return value
     if plain is bool:
         return flag(path, value)
-    if get_origin(plain) is tuple:
-        return declared.pair(path, value, get_args(plain)[0], nullable=nullable)
-    if issubclass(plain, StrEnum):
-        return _member(path, value, plain)
-    return declared.number(path, value, plain, nullable=nullable)
+    refused = fail(path, value, declared.allowed(plain, nullable=nullable))
+    try:
+        found = msgspec.convert(value if isinstance(value, str) or not isinstance(value, Sequence) else [*value], plain)
+    except msgspec.ValidationError:
+        raise refused from None
+    if not isinstance(found, StrEnum) and not all(map(declared.within, found if isinstance(found, tuple) else [found])):
+        raise refused
+    if declared.share_of and found > 1:
+        raise fail(path, found, f"at most 1: a share of {declared.share_of}")
+    return found
 
 
 def flag(path: str, value: Any) -> bool:
@@ -199,32 +191,31 @@ def flag(path: str, value: Any) -> bool:
     return found
 
 
-def _member(path: str, value: Any, kind: type[StrEnum]) -> StrEnum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise fail(path, value, "one of " + ", ".join(kind)) from None
-
-
 # -- keys that do not exist --------------------------------------------------------------------------------------------
 
 
 def refuse_unknown(kind: type, node: Mapping[Any, Any], at: str) -> None:
     """Raise ``ConfigError`` for the first key of ``node`` that section ``kind``, at path ``at``, does not declare."""
-    names = [declared.name for declared in declarations(kind)]
+    names = {declared.name for declared in declarations(kind)}
     sections = {name.rpartition(".")[0] for name in names}
-    for name, value in _leaves(node):
+    for name, value in leaves(node):
         # A section that is no mapping is for ``read`` to refuse.
-        if name not in names and name not in sections:
-            near = nearest(name, names)
-            hint = f"did you mean {at}.{near}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
-            raise fail(f"{at}.{name}", value, f"no such key; {hint}")
+        if name not in names | sections:
+            raise unknown(kind, name, value, at)
 
 
-def _leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def unknown(kind: type, name: str, value: object, at: str) -> ConfigError:
+    """The error for a key that section ``kind``, at path ``at``, does not have."""
+    near = nearest(name, [declared.name for declared in declarations(kind)])
+    hint = f"did you mean {at}.{near}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
+    return fail(f"{at}.{name}", value, f"no such key; {hint}")
+
+
+def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names in a nested mapping, with their values."""
     for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{at}{name}.")
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{at}{name}.")
         else:
             yield f"{at}{name}", value
 

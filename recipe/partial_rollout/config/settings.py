@@ -14,17 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import (
-    Correction,
-    Mode,
-    Placement,
-    ResumeKV,
-    SchedulingPolicy,
-    TrustRegion,
-)
+from recipe.partial_rollout.config.choices import Correction, Mode, Placement, ResumeKV, SchedulingPolicy, TrustRegion
 from recipe.partial_rollout.config.keys import (
-    Key,
-    checked,
     declarations,
     defaults_of,
     fail,
@@ -34,12 +25,7 @@ from recipe.partial_rollout.config.keys import (
     refuse_unknown,
     section,
 )
-from recipe.partial_rollout.config.sections import (
-    Deadlines,
-    FailureLimits,
-    Scheduling,
-    ToolCalls,
-)
+from recipe.partial_rollout.config.sections import Deadlines, FailureLimits, Scheduling, ToolCalls
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -47,8 +33,6 @@ ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the overlong penalty of its dapo reward manager"""
-_FILTER = "algorithm.filter_groups"
-_COUNT = Key(words="", at_least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +45,9 @@ class FilterSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> FilterSettings | None:
-        """From the whole config; verl's node may be missing. Raises ``ConfigError`` in one line."""
-        node = OmegaConf.select(config, _FILTER)
-        if not node or not flag(f"{_FILTER}.enable", node.enable):
-            return None
-        if not isinstance(node.metric, str) or not node.metric:
-            words = "reward, or a name of the reward's extra information, such as acc"
-            raise fail(f"{_FILTER}.metric", node.metric, words)
-        batches = node.max_num_gen_batches
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches == 1:
-            words = "0 for no limit, or at least 2: with 1 nothing is replaced"
-            raise fail(f"{_FILTER}.max_num_gen_batches", batches, words)
-        return cls(node.metric, max(0, batches))
+        """From the whole config; verl's node may be missing."""
+        node = OmegaConf.select(config, "algorithm.filter_groups")
+        return cls(node.metric, max(0, node.max_num_gen_batches)) if node and node.enable else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,23 +152,22 @@ class PartialRolloutConfig:
             ConfigError: in one line.
         """
         rollout = config.actor_rollout_ref.rollout
-        batch = checked("data.train_batch_size", config.data.train_batch_size, int, _COUNT)
-        n = checked("actor_rollout_ref.rollout.n", rollout.n, int, _COUNT)
         values = read(cls, config[ROOT], ROOT)
         given = values["slots_per_replica"] is not None
         if not given:
             values["slots_per_replica"] = rollout.max_num_seqs
         return cls(
             **values,
-            batch_groups=batch,
-            samples_per_group=n,
+            batch_groups=config.data.train_batch_size,
+            samples_per_group=rollout.n,
             slots_given=given,
             group_filter=FilterSettings.from_config(config),
         )
 
     def __post_init__(self) -> None:
         """Check the keys against each other."""
-        self._check_placement()
+        if self.placement is Placement.SEPARATE and not self.enable:
+            raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
         if self.overlap > self.max_staleness:
             raise fail(
                 f"{ROOT}.overlap",
@@ -215,12 +189,6 @@ class PartialRolloutConfig:
             words = f"below {ROOT}.deadlines.stall_s={stall_s:g}, which would end the run during a call in its deadline"
             raise fail(f"{ROOT}.tools.release_after_s", f"{held_s:g}", words)
 
-    def _check_placement(self) -> None:
-        if self.placement is not Placement.SEPARATE:
-            return
-        if not self.enable:
-            raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
-
 
 def register_keys() -> None:
     """Make known to hydra what conf/partial_rollout.yaml takes the keys and their defaults from.
@@ -241,15 +209,6 @@ def check_keys(config: DictConfig) -> None:
         ConfigError: a key is unknown, or a flag is neither true nor false.
     """
     refuse_unknown(PartialRolloutConfig, config[ROOT], ROOT)
-    read_flags(config)
-
-
-def read_flags(config: DictConfig) -> None:
-    """Make every flag of ``config.partial_rollout`` a bool in place, for those who read the config itself.
-
-    Raises:
-        ConfigError: one is neither true nor false.
-    """
     for name in FLAGS:
         path = f"{ROOT}.{name}"
         OmegaConf.update(config, path, flag(path, OmegaConf.select(config, path)))

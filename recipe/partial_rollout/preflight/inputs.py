@@ -1,8 +1,4 @@
-"""What a run reads: model, data, packages, Ray cluster. What is missing is named with the command that brings it.
-
-Rows are refused whose prompt is too long (verl's agent loops would cut it on the left, with a warning), or that a
-checkpoint cannot hold.
-"""
+"""What a run needs: model, data, tools, packages, Ray. What is missing is named with the command that brings it."""
 
 from __future__ import annotations
 
@@ -11,21 +7,19 @@ import io
 import json
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
+from verl.tools.tool_registry import load_all_tools
+from verl.trainer.ppo.utils import need_critic
+from verl.utils.import_utils import resolve_config_path
 
-from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import CONF_DIR, engine_devices, trainer_devices
-from recipe.partial_rollout.preflight.facts import loggers
+from recipe.partial_rollout.preflight.facts import at, loggers
 from recipe.partial_rollout.waits import one_line
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,29 +33,22 @@ INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
 _TURNS = f"{_ROLLOUT}.multi_turn"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
-_BATCH = 512
-"""prompts that the tokenizer gets at once; it spreads them over the cores"""
-_ROWS = 256
-"""rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
 
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each input that is not there."""
     for key in _models(config):
         try:
-            model_config(str(OmegaConf.select(config, key)), key)
+            model_config(str(at(config, key)), key)
         except ConfigError as error:
             yield error
-    for split in ("train", "val"):
-        files = config.data[f"{split}_files"]
-        for name in [files] if isinstance(files, str) else files:
-            if not Path(str(name)).expanduser().is_file():
-                yield fail(f"data.{split}_files", name, f"an existing parquet file{_how_to_write(config)}")
+    for key, name in data_files(config):
+        if not Path(name).expanduser().is_file():
+            yield fail(key, name, f"an existing parquet file{_how_to_write(config)}")
     nodes = config.trainer.nnodes
-    if nodes > 1 and not (os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+    if nodes > 1 and not (os.environ.get("RAY_ADDRESS") or at(config, "ray_kwargs.ray_init.address")):
         yield fail(
             "trainer.nnodes",
             nodes,
@@ -72,8 +59,6 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
 
 def _models(config: DictConfig) -> Iterator[str]:
     """Keys of the models that a run loads."""
-    from verl.trainer.ppo.utils import need_critic
-
     yield MODEL
     if need_critic(config):
         yield "critic.model.path"
@@ -81,8 +66,16 @@ def _models(config: DictConfig) -> Iterator[str]:
         yield "reward.reward_model.model_path"
 
 
+def data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Key and name of each data file."""
+    for key in ("data.train_files", "data.val_files"):
+        files = at(config, key)
+        for name in [files] if isinstance(files, str) else files:
+            yield key, str(name)
+
+
 def _how_to_write(config: DictConfig) -> str:
-    names = OmegaConf.select(config, "recipe.data_sets")
+    names = at(config, "recipe.data_sets")
     if not names:
         return ""
     return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
@@ -94,15 +87,19 @@ def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    local = Path(path).expanduser() / "config.json"
-    if local.is_file():
-        try:
-            return json.loads(local.read_text())
-        except ValueError as error:
-            raise fail(key, path, f"a model directory whose config.json is JSON ({one_line(error)})") from error
-    if not _HUB_ID.fullmatch(path):
-        raise fail(key, path, "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B")
-    return json.loads(_of_hub(path, key).read_text())
+    local, words = (
+        Path(path).expanduser() / "config.json",
+        "a local model directory with config.json, or a model of the hub",
+    )
+    try:
+        return json.loads((local if local.is_file() else _of_hub(path)).read_text())
+    except ValueError as error:
+        # Neither JSON nor a name that the hub would have.
+        raise fail(key, path, f"{words} such as Qwen/Qwen3-4B ({one_line(error)})") from error
+    except Exception as error:
+        # The client raises what its transport raises; whatever it is, the model is not here.
+        remedy = f"`hf download {path} --local-dir DIR` where the hub can be reached, then MODEL=DIR or this key"
+        raise fail(key, path, f"{words}, which does not give it ({one_line(error)}): {remedy}") from error
 
 
 def reach_hub() -> None:
@@ -114,21 +111,14 @@ def reach_hub() -> None:
     get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
 
 
-def _of_hub(path: str, key: str) -> Path:
+def _of_hub(path: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached)
-    try:
-        reach_hub()
-        return Path(hf_hub_download(path, "config.json"))
-    except Exception as error:
-        # The client raises what its transport raises; whatever it is, the model is not here.
-        remedy = f"`hf download {path} --local-dir DIR` where the hub can be reached, then MODEL=DIR or this key"
-        words = "a local model directory with config.json, or a model of the hub, which does not give it"
-        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
-        raise fail(key, path, f"{words} ({why}): {remedy}") from error
+    reach_hub()
+    return Path(hf_hub_download(path, "config.json"))
 
 
 def fetch_model(config: DictConfig) -> None:
@@ -153,6 +143,14 @@ def local_model(path: str, *, offline: bool = True) -> Path:
 
     left_out = ["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]
     return Path(snapshot_download(path, ignore_patterns=left_out, local_files_only=offline))
+
+
+def check_model(config: DictConfig) -> None:
+    """Check the model against tokenizer, engine, critic and weight sync."""
+    check_vocabulary(config)
+    _check_engine(config)
+    check_critic(config)
+    size_bucket(config)
 
 
 def check_vocabulary(config: DictConfig) -> None:
@@ -185,7 +183,7 @@ def check_vocabulary(config: DictConfig) -> None:
     print(f"{MODEL}={path}: {said}; the engine samples none of the {rows - tokens} beyond")
 
 
-def check_engine(config: DictConfig) -> None:
+def _check_engine(config: DictConfig) -> None:
     """Check that the model has positions for the longest sample, and heads that the engine's devices can share."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     config_json, parts = model_config(str(model.path)), rollout.tensor_model_parallel_size
@@ -204,12 +202,10 @@ def check_critic(config: DictConfig) -> None:
 
     mbridge loads no critic of such a model, and a bridge to one renames the output layer of every other in the process.
     """
-    from verl.trainer.ppo.utils import need_critic
-
-    if not OmegaConf.select(config, "critic.megatron.vanilla_mbridge") or not need_critic(config):
+    if not at(config, "critic.megatron.vanilla_mbridge") or not need_critic(config):
         return
     for key in (MODEL, "critic.model.path"):
-        path = str(OmegaConf.select(config, key))
+        path = str(at(config, key))
         if model_config(path).get("tie_word_embeddings"):
             raise fail(key, path, "a model without tied embeddings, or critic.megatron.vanilla_mbridge=False")
 
@@ -231,7 +227,7 @@ def size_bucket(config: DictConfig) -> None:
     """
     from verl.utils.device import is_support_ipc
 
-    given = OmegaConf.select(config, BUCKET)
+    given = at(config, BUCKET)
     if given is not None and is_support_ipc():
         return
     numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
@@ -262,9 +258,7 @@ def find_tools(config: DictConfig) -> None:
     Raises:
         ConfigError: a file is missing, or its tools do not load.
     """
-    from verl.tools.tool_registry import load_all_tools
-
-    given = {name: OmegaConf.select(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
+    given = {name: at(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
     paths = {name: path and _tool_file(f"{_TURNS}.{name}", str(path)) for name, path in given.items()}
     named = [name for name, path in paths.items() if path]
     try:
@@ -281,8 +275,6 @@ def find_tools(config: DictConfig) -> None:
 
 
 def _tool_file(key: str, given: str) -> str:
-    from verl.utils.import_utils import resolve_config_path
-
     with contextlib.suppress(FileNotFoundError):
         given = resolve_config_path(given)
     # An absolute path stays as it is.
@@ -321,35 +313,28 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     for module, key, value, brought_by in PACKAGES:
         # Every arm has a trainer mode; verl's v1 trainer alone reads it.
         unread = key.startswith("trainer.v1.") and not config.trainer.use_v1
-        if OmegaConf.select(config, key) == value and not unread and find_spec(module) is None:
-            yield fail(
-                key, value, f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
-            )
+        if at(config, key) == value and not unread and find_spec(module) is None:
+            words = f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
+            yield fail(key, value, words)
     given = config.trainer.logger
     for name in loggers(given):
         if name in LOGGERS and find_spec(LOGGERS[name]) is None:
-            words = f"loggers that are installed; {name} needs `pip install {LOGGERS[name]}`"
-            yield fail("trainer.logger", given, words)
+            yield fail(
+                "trainer.logger", given, f"loggers that are installed; {name} needs `pip install {LOGGERS[name]}`"
+            )
 
 
 # -- devices and CPUs of Ray ---------------------------------------------------------------------------------------------
 
 
 def check_devices_of_ray(config: DictConfig, available: int) -> None:
-    """Refuse a split that needs more devices than Ray's ``available`` ones.
-
-    Raises:
-        ConfigError: in one line.
-    """
+    """Raise ``ConfigError`` for a split that needs more devices than Ray's ``available`` ones."""
     engines, trainers = engine_devices(config), trainer_devices(config)
     if engines and trainers + engines > available:
         rollout = config.actor_rollout_ref.rollout
-        raise fail(
-            f"{_ROLLOUT}.n_gpus_per_node",
-            rollout.n_gpus_per_node,
-            f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs {trainers + engines} "
-            f"in Ray, which has {available}",
-        )
+        words = f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs"
+        key = f"{_ROLLOUT}.n_gpus_per_node"
+        raise fail(key, rollout.n_gpus_per_node, f"{words} {trainers + engines} in Ray, which has {available}")
 
 
 def cpus_for_ray(config: DictConfig) -> int:
@@ -358,77 +343,10 @@ def cpus_for_ray(config: DictConfig) -> int:
 
 
 def check_cpus(config: DictConfig, available: int) -> None:
-    """Refuse more devices than the ``available`` CPUs of Ray can serve.
-
-    Raises:
-        ConfigError: in one line.
-    """
+    """Raise ``ConfigError`` for more devices than the ``available`` CPUs of Ray can serve."""
     if (needed := cpus_for_ray(config)) > available:
-        raise fail(
-            "trainer.n_gpus_per_node",
-            config.trainer.n_gpus_per_node,
+        words = (
             f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a "
-            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
+            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end"
         )
-
-
-# -- rows ----------------------------------------------------------------------------------------------------------------
-
-
-def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
-    """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens, unless verl leaves such out."""
-    if not config.data.filter_overlong_prompts:
-        check_lengths(config, prompt_lengths(config, tokenizer, dataset))
-
-
-def check_lengths(config: DictConfig, lengths: np.ndarray) -> None:
-    """``check_prompts``, of prompts of these ``lengths``."""
-    limit = config.data.max_prompt_length
-    if config.data.filter_overlong_prompts or (over := int((lengths > limit).sum())) == 0:
-        return
-    longest = int(lengths.argmax())
-    raise fail(
-        "data.max_prompt_length",
-        limit,
-        f"at least {lengths[longest]}, the tokens of row {longest} of data.train_files; {over:,} of {len(lengths):,} "
-        f"prompts are longer than {limit} (data.filter_overlong_prompts=True leaves them out)",
-    )
-
-
-def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
-    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools."""
-    options = config.data.get("apply_chat_template_kwargs") or {}
-    tools = getattr(dataset, "tool_schemas", None)
-    lengths = np.zeros(len(dataset), np.int32)
-    with tqdm(total=len(dataset), desc="prompt lengths", unit=" prompts", leave=False) as bar:
-        for start in range(0, len(dataset), _BATCH):
-            rows = range(start, min(start + _BATCH, len(dataset)))
-            chats = [list(dataset[i]["raw_prompt"]) for i in rows]
-            try:
-                encoded = tokenizer.apply_chat_template(
-                    chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
-                )
-            except (TemplateError, ValueError) as error:
-                where = f"rows {rows.start} to {rows.stop - 1}"
-                raise fail(
-                    "data.train_files",
-                    config.data.train_files,
-                    f"prompts that the model's chat template takes; among {where} it refuses one: {one_line(error)}",
-                ) from error
-            lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
-            bar.update(len(rows))
-    return lengths
-
-
-def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
-    """Raise ``ConfigError`` for a column of ``dataset`` that a checkpoint cannot hold."""
-    import torch
-
-    if not config.partial_rollout.enable or config.trainer.save_freq <= 0:
-        return
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
-        try:
-            pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
-        except UnsaveableError as error:
-            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
-            raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None
+        raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, words)

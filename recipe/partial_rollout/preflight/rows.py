@@ -1,20 +1,30 @@
-"""What the data files hold, before a dataset is made of them: rows, and the columns that loops and rewards read."""
+"""What the data hold: rows, the columns that loops and rewards read, and prompts that fit.
+
+Rows are refused whose prompt is too long (verl's agent loops would cut it on the left, with a warning), or that a
+checkpoint cannot hold.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 from verl.utils.reward_score import default_compute_score
 
+from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.preflight.inputs import data_files
 from recipe.partial_rollout.preflight.user_code import agent_loops
 from recipe.partial_rollout.waits import one_line
 
@@ -22,6 +32,10 @@ _KINDS = (".parquet", ".json", ".jsonl")
 """that verl's dataset reads"""
 _LOOP = "agent_name"
 """column that names a row's agent loop"""
+_BATCH = 512
+"""prompts that the tokenizer gets at once; it spreads them over the cores"""
+_ROWS = 256
+"""rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
 
 
 def check_files(config: DictConfig) -> None:
@@ -31,7 +45,7 @@ def check_files(config: DictConfig) -> None:
     """
     if OmegaConf.select(config, "data.custom_cls.path"):
         return
-    for key, name in _files(config):
+    for key, name in data_files(config):
         if not name.endswith(_KINDS):
             raise fail(key, name, "a file of " + ", ".join(_KINDS))
         try:
@@ -41,28 +55,6 @@ def check_files(config: DictConfig) -> None:
         if not rows:
             raise fail(key, name, "a file with rows; it has none")
         _check_columns(config, key, name, columns)
-
-
-def check_steps(config: DictConfig, prompts: int, held_out: int | None = None) -> None:
-    """Raise ``ConfigError`` where ``prompts`` make no batch, or ``held_out`` prompts are none."""
-    batch = config.data.train_batch_size
-    if prompts < batch:
-        fitting = f"the prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
-        if config.data.filter_overlong_prompts:
-            # verl's filter takes a prompt that the template refuses for too long.
-            fitting += ", which the chat template takes,"
-        raise fail("data.train_batch_size", batch, f"at most {prompts}, {fitting} that data.train_files gives")
-    if held_out == 0:
-        words = f"a file with prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
-        raise fail("data.val_files", config.data.val_files, words)
-
-
-def _files(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Key and name of each data file."""
-    for split in ("train", "val"):
-        files = config.data[f"{split}_files"]
-        for name in [files] if isinstance(files, str) else files:
-            yield f"data.{split}_files", str(name)
 
 
 def _read(path: Path) -> tuple[dict[str, pa.DataType | None], int]:
@@ -121,3 +113,78 @@ def _rewards_by_rows(config: DictConfig) -> bool:
     reward = config.reward
     alone = reward.reward_model.enable and not reward.custom_reward_function.path
     return reward.reward_manager.source == "register" and not alone
+
+
+# -- the dataset that verl makes of them -------------------------------------------------------------------------------
+
+
+def check_steps(config: DictConfig, prompts: int, held_out: int | None = None) -> None:
+    """Raise ``ConfigError`` where ``prompts`` make no batch, or ``held_out`` prompts are none."""
+    batch = config.data.train_batch_size
+    if prompts < batch:
+        fitting = f"the prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
+        if config.data.filter_overlong_prompts:
+            # verl's filter takes a prompt that the template refuses for too long.
+            fitting += ", which the chat template takes,"
+        raise fail("data.train_batch_size", batch, f"at most {prompts}, {fitting} that data.train_files gives")
+    if held_out == 0:
+        words = f"a file with prompts of at most data.max_prompt_length={config.data.max_prompt_length} tokens"
+        raise fail("data.val_files", config.data.val_files, words)
+
+
+def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
+    """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens, unless verl leaves such out."""
+    if not config.data.filter_overlong_prompts:
+        check_lengths(config, prompt_lengths(config, tokenizer, dataset))
+
+
+def check_lengths(config: DictConfig, lengths: np.ndarray) -> None:
+    """``check_prompts``, of prompts of these ``lengths``."""
+    limit = config.data.max_prompt_length
+    over = int((lengths > limit).sum())
+    if not over:
+        return
+    longest = int(lengths.argmax())
+    raise fail(
+        "data.max_prompt_length",
+        limit,
+        f"at least {lengths[longest]}, the tokens of row {longest} of data.train_files; {over:,} of {len(lengths):,} "
+        f"prompts are longer than {limit} (data.filter_overlong_prompts=True leaves them out)",
+    )
+
+
+def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
+    """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools."""
+    options = config.data.get("apply_chat_template_kwargs") or {}
+    tools = getattr(dataset, "tool_schemas", None)
+    lengths = np.zeros(len(dataset), np.int32)
+    with tqdm(total=len(dataset), desc="prompt lengths", unit=" prompts", leave=False) as bar:
+        for start in range(0, len(dataset), _BATCH):
+            rows = range(start, min(start + _BATCH, len(dataset)))
+            chats = [list(dataset[i]["raw_prompt"]) for i in rows]
+            try:
+                encoded = tokenizer.apply_chat_template(
+                    chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+                )
+            except (TemplateError, ValueError) as error:
+                where = f"rows {rows.start} to {rows.stop - 1}"
+                raise fail(
+                    "data.train_files",
+                    config.data.train_files,
+                    f"prompts that the model's chat template takes; among {where} it refuses one: {one_line(error)}",
+                ) from error
+            lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
+            bar.update(len(rows))
+    return lengths
+
+
+def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
+    """Raise ``ConfigError`` for a column of ``dataset`` that a checkpoint cannot hold."""
+    if not config.partial_rollout.enable or config.trainer.save_freq <= 0:
+        return
+    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+        try:
+            pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
+        except UnsaveableError as error:
+            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
+            raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None

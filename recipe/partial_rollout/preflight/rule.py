@@ -91,7 +91,13 @@ def other_than(key: str, refused: Any, why: str = "") -> Rule:
 
 
 def one_of(key: str, names: Collection[str], why: str = "") -> Rule:
-    return Rule(key, lambda value, _: value in names, lambda _: "one of " + ", ".join(sorted(names)), why)
+    def words(_: DictConfig) -> str:
+        # A registry of verl's may have grown meanwhile.
+        return "one of " + ", ".join(
+            [*sorted(str(name) for name in names if name is not None), *["null"] * (None in names)]
+        )
+
+    return Rule(key, lambda value, _: value in names, words, why)
 
 
 def least(key: str, bound: float, why: str = "") -> Rule:

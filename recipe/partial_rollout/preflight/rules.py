@@ -113,7 +113,7 @@ def _clips_once(config: DictConfig) -> bool:
 
 _TRAINING = (
     only("trainer.use_v1", False, "the recipe subclasses verl's RayPPOTrainer"),
-    Rule("model_engine", lambda v, _: v in (None, "dp"), "dp", "engine=fsdp2 or engine=megatron switches engines"),
+    one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
     *(least(key, 1) for key in ("trainer.total_epochs", _BATCH, "rollout.n", _GPUS, "trainer.nnodes")),
     *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),
     *(least(f"rollout.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
@@ -214,10 +214,16 @@ _LEARNING = (
             lambda _, c: facts.scores_early(c),
             "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
         ),
+        one_of(f"{_FILTER}.max_inflight_gen_batches", (1, None), "partial_rollout.overlap says how much is in flight"),
         Rule(
-            f"{_FILTER}.max_inflight_gen_batches",
-            lambda v, _: v in (None, 1),
-            "1: partial_rollout.overlap says how much is in flight",
+            f"{_FILTER}.max_num_gen_batches",
+            lambda v, _: v != 1,
+            "0 for no limit, or at least 2: with 1 nothing is replaced",
+        ),
+        Rule(
+            f"{_FILTER}.metric",
+            lambda v, _: v and isinstance(v, str),
+            "reward, or a name of its extra information, such as acc",
         ),
         Rule(
             f"{_FILTER}.metric",
@@ -334,10 +340,8 @@ _PARTIAL_ROLLOUT = (
         only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
         only("rollout.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
         only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
-        *(
-            Rule(f"actor.{engine}.router_replay.mode", lambda v, _: v in (None, "disabled"), "disabled", _ROUTES)
-            for engine in ("megatron", "veomni")
-        ),
+        one_of("actor.megatron.router_replay.mode", ("disabled", None), _ROUTES),
+        one_of("actor.veomni.router_replay.mode", ("disabled", None), _ROUTES),
         Rule(
             "partial_rollout.resume_kv",
             lambda v, c: v != ResumeKV.KEEP or facts.keeps_kv(c),

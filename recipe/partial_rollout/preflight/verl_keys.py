@@ -1,4 +1,4 @@
-"""verl's keys: each value is of the type that verl declares, and each key is one that something reads.
+"""The keys of a command line and of its config: each is read by something, each value is of the type that verl declares.
 
 verl does not check this. A word such as ``off`` is a string for it, and so true; text for a number fails in a worker; a
 misspelt key of a config file, or one of an older verl, changes nothing. Types come from the dataclasses that verl makes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -21,9 +21,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import ray
 import verl
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from recipe.partial_rollout.config.keys import fail, nearest
+from recipe.partial_rollout.config.keys import ConfigError, fail, leaves, nearest, unknown
+from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
 
 _VERSION = version("verl")
 _LEGACY = ("custom_reward_function", "reward_model", "sandbox_fusion")
@@ -131,15 +134,6 @@ def _all_mistakes(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
             yield from _moved(section, name)
         else:
             yield from _mistakes(section, default, name, any_key=own_rows and name == "data")
-
-
-def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names in a nested mapping, with their values."""
-    for name, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{at}{name}.")
-        else:
-            yield f"{at}{name}", value
 
 
 def _moved(section: Mapping[Any, Any], name: str) -> Iterator[tuple[str, Any, str]]:
@@ -265,3 +259,61 @@ def _is_read(path: str, name: str) -> bool:
     quoted = rf"[\"']{re.escape(name)}[\"']"
     taken = re.compile(rf"{node}(?:\.get\(\s*|\[){quoted}|{node}\.{re.escape(name)}\b|getattr\({node}, {quoted}")
     return any(taken.search(file.read_text()) for root in (_VERL, _RECIPE) for file in root.rglob("*.py"))
+
+
+# -- what hydra and OmegaConf say ----------------------------------------------------------------------------------------
+
+
+def of_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    """What ``arguments``, a command line, did to make hydra raise ``error``."""
+    if isinstance(error, MissingConfigException):
+        return _of_missing(error)
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return ConfigError(f"{error.override}: an override, KEY=VALUE")
+        return fail(
+            key, value, f"hydra cannot read it; other than plain letters need quotes that reach it: \"{key}='{value}'\""
+        )
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    if not isinstance(error, HydraException) or found is None:
+        return ConfigError(" ".join(str(error).split()))
+    key = found[1]
+    given = next((argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")), "")
+    if key.startswith(f"{ROOT}."):
+        return unknown(PartialRolloutConfig, key.removeprefix(f"{ROOT}."), given, ROOT)
+    near = nearest_key(key)
+    return fail(key, given, "no such key; " + (f"did you mean {near}?" if near else f"+{key}={given} adds it"))
+
+
+def _of_missing(error: MissingConfigException) -> ConfigError:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = error.options or sorted(path.stem for path in CONF_DIR.glob("*.yaml") if "hydra:" in path.read_text())
+    near = get_close_matches(choice, options, 1)
+    allowed = f"did you mean {near[0]}? " if near else ""
+    return fail(group or "--config-name", choice, f"{allowed}one of {', '.join(options)}")
+
+
+def resolved(config: DictConfig) -> DictConfig:
+    """A copy of ``config`` without interpolations.
+
+    Raises:
+        ConfigError: one of them has no value, such as that of a variable that is not set.
+    """
+    if not OmegaConf.is_dict(config._get_node(ROOT)):
+        raise fail(ROOT, config[ROOT], f"a section of keys such as {ROOT}.enable")
+    copy = config.copy()
+    try:
+        OmegaConf.resolve(copy)
+    except OmegaConfBaseException as error:
+        said = str(error).splitlines()[0]
+        key, value = _unresolved(config, said)
+        raise fail(key, value, said) from error
+    return copy
+
+
+def _unresolved(config: DictConfig, said: str) -> tuple[str, Any]:
+    """The key, as it is written, that made OmegaConf say ``said``; others may copy it."""
+    names = re.findall(r"['`]([\w.]+)['`]", said)
+    texts = [(path, str(value)) for path, value in leaves(OmegaConf.to_container(config)) if "${" in str(value)]
+    return max(texts, key=lambda each: any(name in each[1] for name in names))

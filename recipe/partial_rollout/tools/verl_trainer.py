@@ -11,7 +11,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.main_ppo import in_one_line, refuse
 from recipe.partial_rollout.preflight.inputs import find_tools, missing_packages, size_bucket
-from recipe.partial_rollout.preflight.overrides import resolved
+from recipe.partial_rollout.preflight.verl_keys import resolved
 from recipe.partial_rollout.training.trainer_config import choose_attention
 
 

@@ -19,22 +19,15 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import (
-    check_critic,
-    check_engine,
-    check_lengths,
-    check_rows,
-    check_vocabulary,
+    check_model,
     cpus_for_ray,
     find_tools,
     missing_inputs,
     missing_packages,
-    prompt_lengths,
-    size_bucket,
 )
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import check_files, check_steps
+from recipe.partial_rollout.preflight.rows import check_files, check_lengths, check_rows, check_steps, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_settings
-from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, missing
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelShape, check_memory, checkpoint_gib, shape_of
@@ -91,8 +84,8 @@ def check_run(config: DictConfig) -> Iterator[Finding]:
         ConfigError: the settings do not hold, or an input that is there does not fit them.
     """
     settings = check_settings(_as_no_pr(config) if config.trainer.use_v1 else config)
+    # Its paths are relative where a copy was checked.
     find_tools(config)
-    check_code(config)
     lacking = list(map(missing, missing_inputs(config)))
     prompts = None if lacking else _check_contents(config)
     shape = shape_of(config)
@@ -120,10 +113,7 @@ def _check_contents(config: DictConfig) -> str:
 
     data, model = config.data, config.actor_rollout_ref.model
     check_files(config)
-    check_vocabulary(config)
-    check_engine(config)
-    check_critic(config)
-    size_bucket(config)
+    check_model(config)
     checkpoints = None if config.trainer.use_v1 else check_checkpoints(config)
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
@@ -131,10 +121,11 @@ def _check_contents(config: DictConfig) -> str:
     most = data.get("train_max_samples", -1)
     dataset: Any = create_rl_dataset(data.train_files, unfiltered, tokenizer, None, is_train=True, max_samples=most)
     lengths = prompt_lengths(config, tokenizer, dataset)
-    check_lengths(config, lengths)
     check_rows(config, dataset)
-    if checkpoints is not None and not data.filter_overlong_prompts:
-        check_made_of_rows(config, checkpoints, dataset)
+    if not data.filter_overlong_prompts:
+        check_lengths(config, lengths)
+        if checkpoints is not None:
+            check_made_of_rows(config, checkpoints, dataset)
     over = int((lengths > data.max_prompt_length).sum())
     held_out: Any = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False)
     check_steps(config, len(lengths) - over, len(held_out))

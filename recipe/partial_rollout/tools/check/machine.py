@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
@@ -151,35 +151,29 @@ def flash_attention() -> Finding:
 def packages() -> Iterator[Finding]:
     """What some configurations import, and others do not."""
     for module, key, value, brought_by in PACKAGES:
-        there = find_spec(module) is not None
-        said = f"{'' if there else 'not '}installed; {key.rpartition('.')[2]}={value} needs it"
-        on_gpus = brought_by == INSTALL_GPU and not wants_gpu()
-        yield Finding(
-            module, said + (", on GPUs" if on_gpus and not there else ""), "" if there or on_gpus else brought_by
-        )
+        needs = f"installed; {key.rpartition('.')[2]}={value} needs it"
+        if find_spec(module) is not None:
+            yield Finding(module, needs)
+        elif brought_by == INSTALL_GPU and not wants_gpu():
+            yield Finding(module, f"not {needs}, on GPUs")
+        else:
+            yield Finding(module, f"not {needs}", brought_by)
 
 
 def engine() -> Finding:
     """Model runner and scheduler that vLLM itself chooses for a model of the recipes' kind."""
     try:
-        from transformers import Qwen3Config
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         from recipe.partial_rollout.engine.replica import chosen_by
+        from recipe.partial_rollout.tasks.clock10.model import build_config
 
         with tempfile.TemporaryDirectory() as directory:
             # Of a model vLLM reads no more than this to plan its engine.
-            tiny: dict[str, Any] = {
-                "hidden_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "head_dim": 32,
-                "vocab_size": 64,
-            }
-            Qwen3Config(**tiny, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
-            args = AsyncEngineArgs(
-                model=directory, skip_tokenizer_init=True, max_model_len=128, distributed_executor_backend="mp"
-            )
+            model = build_config()
+            model.architectures = ["Qwen3ForCausalLM"]
+            model.save_pretrained(directory)
+            args = AsyncEngineArgs(model=directory, skip_tokenizer_init=True, distributed_executor_backend="mp")
             chosen = chosen_by(args.create_engine_config())
     except Exception as error:
         return Finding("engine", "vLLM does not say what it would run", one_line(error))
