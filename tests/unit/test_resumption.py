@@ -131,6 +131,14 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
     start(*KEEPS, change, *batch, "trainer.resume_mode=disable")
 
 
+def test_parts_that_a_checkpoint_does_not_hold_are_refused_before_workers_look_for_them(start):
+    parts = "actor_rollout_ref.actor.checkpoint"
+    start(f"{parts}.save_contents=[model]", save=2)
+    with pytest.raises(ConfigError, match=r"load_contents=\[.*'optimizer', .*: \['model'\], as in .*global_step_2"):
+        start()
+    start(f"{parts}.load_contents=[model]")
+
+
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize(
     "changed", [range(32), range(16), range(100, 124), [1, 0, *range(2, 24)]], ids=["grown", "shrunk", "other", "order"]

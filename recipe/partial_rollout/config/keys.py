@@ -168,13 +168,17 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
     if plain is bool:
         return flag(path, value)
     refused = fail(path, value, declared.allowed(plain, nullable=nullable))
+    given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
     try:
-        found = msgspec.convert(value if isinstance(value, str) or not isinstance(value, Sequence) else [*value], plain)
+        found: Any = msgspec.convert(given, plain)
     except msgspec.ValidationError:
         raise refused from None
-    if not isinstance(found, StrEnum) and not all(map(declared.within, found if isinstance(found, tuple) else [found])):
+    if isinstance(found, str):
+        return found
+    numbers: Any = found if isinstance(found, tuple) else [found]
+    if not all(map(declared.within, numbers)):
         raise refused
-    if declared.share_of and found > 1:
+    if declared.share_of and numbers[0] > 1:
         raise fail(path, found, f"at most 1: a share of {declared.share_of}")
     return found
 

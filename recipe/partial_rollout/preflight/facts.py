@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.workers.config import ActorConfig
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
@@ -21,6 +23,8 @@ from recipe.partial_rollout.config.settings import OVERLONG, trainer_devices
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
+DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
+ATTENTIONS = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
@@ -127,7 +131,21 @@ def writable(folder: Any) -> bool:
         return False
 
 
+def is_dtype(value: Any, _: DictConfig) -> bool:
+    return value is None or str(value) in DTYPES
+
+
+def is_attention(value: Any, _: DictConfig) -> bool:
+    """Also of a kernel of the hub, OWNER/NAME; one for each part of a model is for transformers to check."""
+    return not isinstance(value, str) or value in ATTENTIONS or "/" in value
+
+
 # -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def clips_once(config: DictConfig) -> bool:
+    """Whether the loss has a dual clip that can be left out."""
+    return config.partial_rollout.enable and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
 
 
 def rejects(rejection: Any, config: DictConfig) -> bool:

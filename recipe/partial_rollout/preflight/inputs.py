@@ -12,14 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.import_utils import resolve_config_path
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import CONF_DIR, engine_devices, trainer_devices
-from recipe.partial_rollout.preflight.facts import at, loggers
+from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
 from recipe.partial_rollout.waits import one_line
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,9 +43,9 @@ _PROBE_S = 5.0
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each input that is not there."""
-    for key in _models(config):
+    for key, name in _models(config):
         try:
-            model_config(str(at(config, key)), key)
+            model_config(str(at(config, key)), key, name)
         except ConfigError as error:
             yield error
     for key, name in data_files(config):
@@ -57,13 +61,16 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
         )
 
 
-def _models(config: DictConfig) -> Iterator[str]:
-    """Keys of the models that a run loads."""
-    yield MODEL
+def _models(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Keys of the models that a run loads, and the file that says what each is."""
+    yield MODEL, "config.json"
     if need_critic(config):
-        yield "critic.model.path"
+        yield "critic.model.path", "config.json"
     if config.reward.reward_model.enable:
-        yield "reward.reward_model.model_path"
+        yield "reward.reward_model.model_path", "config.json"
+    for name, file in (("hf_config_path", "config.json"), ("lora_adapter_path", "adapter_config.json")):
+        if config.actor_rollout_ref.model.get(name):
+            yield f"actor_rollout_ref.model.{name}", file
 
 
 def data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
@@ -81,18 +88,15 @@ def _how_to_write(config: DictConfig) -> str:
     return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
 
 
-def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
-    """``config.json`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
+def model_config(path: str, key: str = MODEL, name: str = "config.json") -> dict[str, Any]:
+    """File ``name`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
 
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    local, words = (
-        Path(path).expanduser() / "config.json",
-        "a local model directory with config.json, or a model of the hub",
-    )
+    local, words = Path(path).expanduser() / name, f"a local model directory with {name}, or a model of the hub"
     try:
-        return json.loads((local if local.is_file() else _of_hub(path)).read_text())
+        return json.loads((local if local.is_file() else _of_hub(path, name)).read_text())
     except ValueError as error:
         # Neither JSON nor a name that the hub would have.
         raise fail(key, path, f"{words} such as Qwen/Qwen3-4B ({one_line(error)})") from error
@@ -111,14 +115,14 @@ def reach_hub() -> None:
     get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
 
 
-def _of_hub(path: str) -> Path:
+def _of_hub(path: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(path, "config.json")
+    cached = try_to_load_from_cache(path, name)
     if isinstance(cached, str):
         return Path(cached)
     reach_hub()
-    return Path(hf_hub_download(path, "config.json"))
+    return Path(hf_hub_download(path, name))
 
 
 def fetch_model(config: DictConfig) -> None:
@@ -145,11 +149,18 @@ def local_model(path: str, *, offline: bool = True) -> Path:
     return Path(snapshot_download(path, ignore_patterns=left_out, local_files_only=offline))
 
 
+def _source(path: str) -> str:
+    """A local directory, or the name of a model of the hub, as transformers takes it."""
+    local = Path(path).expanduser()
+    return str(local) if local.is_dir() else path
+
+
 def check_model(config: DictConfig) -> None:
     """Check the model against tokenizer, engine, critic and weight sync."""
     check_vocabulary(config)
     _check_engine(config)
     check_critic(config)
+    _check_adapters(config)
     size_bucket(config)
 
 
@@ -159,18 +170,13 @@ def check_vocabulary(config: DictConfig) -> None:
     Checkpoints such as Qwen's pad their embeddings. vLLM masks these ids and the trainer does not, so where they are no
     padding log-probs differ.
     """
-    from transformers import AutoTokenizer
-
     model = config.actor_rollout_ref.model
     path = str(model.path)
     config_json = model_config(path)
     rows = (config_json.get("text_config") or config_json).get("vocab_size")
-    name = str(model.get("tokenizer_path") or path)
-    local = Path(name).expanduser()
+    name = _source(model.get("tokenizer_path") or path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(local) if local.is_dir() else name, trust_remote_code=model.get("trust_remote_code", False)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.get("trust_remote_code", False))
     except Exception as error:
         # transformers raises what the tokenizer's code raises.
         raise fail(MODEL, path, f"a model whose tokenizer loads ({one_line(error)})") from error
@@ -208,6 +214,28 @@ def check_critic(config: DictConfig) -> None:
         path = str(at(config, key))
         if model_config(path).get("tie_word_embeddings"):
             raise fail(key, path, "a model without tied embeddings, or critic.megatron.vanilla_mbridge=False")
+
+
+def _check_adapters(config: DictConfig) -> None:
+    """Check that LoRA finds modules of the names it is to adapt; Megatron has names of its own."""
+    model = config.actor_rollout_ref.model
+    targets = model.get("target_modules")
+    trains_new = trains_adapters(config) and not model.get("lora_adapter_path")
+    if not trains_new or targets in (None, "all-linear") or config.actor_rollout_ref.actor.strategy == "megatron":
+        return
+    remote = {"trust_remote_code": model.get("trust_remote_code", False)}
+    try:
+        layout = AutoConfig.from_pretrained(_source(model.path), **remote)
+        with torch.device("meta"):
+            modules = dict(AutoModelForCausalLM.from_config(layout, **remote).named_modules())
+    except Exception:
+        # A model of another kind, or one that lacks what its own code imports: its worker tells.
+        return
+    adapters = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
+    if not any(check_target_module_exists(adapters, name) for name in modules):
+        found = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+        words = f"all-linear, or some of {', '.join(sorted(found))}, or a pattern of their names"
+        raise fail("actor_rollout_ref.model.target_modules", targets, words)
 
 
 def weight_bytes(config: DictConfig) -> int:

@@ -43,6 +43,7 @@ _ALIKE = (
     "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.actor.strategy",
 )
+_SAVED, _LOAD = (f"actor_rollout_ref.actor.checkpoint.{way}_contents" for way in ("save", "load"))
 _LOADED = MODEL, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.strategy"
 """what a validation alone (``trainer.val_only``) needs to be the same"""
 _BOUNDS = {
@@ -77,9 +78,11 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
         _check_trainers(found, trainer_devices(config))
         _check_critic(found, config)
     _settle_seed(config, saved)
-    made_of = checkpoints.made_of = _made_of(config)
+    made_of = _made_of(config)
+    _check_parts(config, saved, found)
     for key in _LOADED if config.trainer.get("val_only") else made_of:
         _compare(key, made_of[key], saved, found)
+    checkpoints.made_of = made_of | {_SAVED: [*OmegaConf.select(config, _SAVED)]}
     return checkpoints
 
 
@@ -146,6 +149,14 @@ def _check_trainers(checkpoint: Path, trainers: int) -> None:
     if saved != trainers:
         key = "trainer.nnodes * trainer.n_gpus_per_node"
         raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")
+
+
+def _check_parts(config: DictConfig, saved: Mapping[str, Any], checkpoint: Path | None) -> None:
+    parts = saved.get(_SAVED)
+    # Weights are in every checkpoint, and those in Hugging Face's format are never loaded.
+    asked = {*OmegaConf.select(config, _LOAD)} & {"optimizer", "extra"}
+    if parts is not None and not asked <= {*parts}:
+        raise fail(_LOAD, OmegaConf.select(config, _LOAD), f"{parts}, as in {checkpoint}, which holds no other")
 
 
 def _check_critic(checkpoint: Path, config: DictConfig) -> None:

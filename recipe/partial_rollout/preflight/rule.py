@@ -90,7 +90,7 @@ def other_than(key: str, refused: Any, why: str = "") -> Rule:
     return Rule(key, lambda value, _: value != refused, "any other", why)
 
 
-def one_of(key: str, names: Collection[str], why: str = "") -> Rule:
+def one_of(key: str, names: Collection[Any], why: str = "") -> Rule:
     def words(_: DictConfig) -> str:
         # A registry of verl's may have grown meanwhile.
         return "one of " + ", ".join(
@@ -104,8 +104,14 @@ def least(key: str, bound: float, why: str = "") -> Rule:
     return Rule(key, lambda value, _: value >= bound, f"at least {bound:g}", why)
 
 
-def least_or_null(key: str, bound: float) -> Rule:
-    return Rule(key, lambda value, _: value is None or value >= bound, f"at least {bound:g}, or null")
+def same(key: str, other: str, why: str = "") -> Rule:
+    return Rule(key, lambda value, c: value == at(c, other), f"as {full(other)}={{{other}}}", why)
+
+
+def or_null(rule: Rule) -> Rule:
+    return rule._replace(
+        holds=lambda value, c: value is None or rule.holds(value, c), allowed=f"{rule.allowed}, or null"
+    )
 
 
 def share(key: str) -> Rule:

@@ -14,7 +14,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
@@ -28,11 +27,12 @@ from recipe.partial_rollout.preflight.rule import (
     When,
     divisible,
     least,
-    least_or_null,
     on,
     one_of,
     only,
+    or_null,
     other_than,
+    same,
     share,
     where,
 )
@@ -51,7 +51,9 @@ _GROUPED = [
 """advantage estimators with a baseline made of a prompt's other samples"""
 _ROUTES = "routes are not kept over interruptions"
 _KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
-_DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
+_PROJECT = r"[\w+.-]{1,100}"
+_DTYPE_KEYS = ("model_dtype", "dtype", *(f"mixed_precision.{part}_dtype" for part in ("param", "reduce", "buffer")))
+_ATTENTION = "override_config.attn_implementation"
 _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 _PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
@@ -106,25 +108,20 @@ def _divided(engine: str) -> Iterator[Rule]:
     yield divisible(_GPUS, "trainer.nnodes", lambda c: facts.split(c, engine)[0], f"devices that share {engine}")
 
 
-def _clips_once(config: DictConfig) -> bool:
-    """Whether the loss has a dual clip that can be left out."""
-    return _PR.applies(config) and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
-
-
 _TRAINING = (
     only("trainer.use_v1", False, "the recipe subclasses verl's RayPPOTrainer"),
     one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
     *(least(key, 1) for key in ("trainer.total_epochs", _BATCH, "rollout.n", _GPUS, "trainer.nnodes")),
     *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),
     *(least(f"rollout.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
-    *(least_or_null(key, 1) for key in ("trainer.total_training_steps", "data.val_batch_size")),
-    *(least_or_null(key, 0) for key in ("data.seed", "rollout.seed", "data.dataloader_num_workers")),
+    *(or_null(least(key, 1)) for key in ("trainer.total_training_steps", "data.val_batch_size")),
+    *(or_null(least(key, 0)) for key in ("data.seed", "rollout.seed", "data.dataloader_num_workers")),
     *(
         Rule(key, lambda v, _: v and not isinstance(v, int), "a parquet file, or a list of them")
         for key in ("data.train_files", "data.val_files")
     ),
     divisible(_BATCH, "rollout.n", trainer_devices, "device(s)"),
-    Rule("data.gen_batch_size", lambda v, c: v in (None, at(c, _BATCH)), f"null, or {_BATCH}={{{_BATCH}}}"),
+    or_null(same("data.gen_batch_size", _BATCH)),
     Rule(
         "rollout.response_length",
         lambda _, c: (most := at(c, "rollout.max_model_len")) is None or facts.longest(c) <= most,
@@ -137,11 +134,7 @@ _TRAINING = (
     ),
     # how a batch is divided
     *_divided("actor"),
-    Rule(
-        "rollout.log_prob_use_dynamic_bsz",
-        lambda v, c: v == at(c, "actor.use_dynamic_bsz"),
-        "as actor_rollout_ref.actor.use_dynamic_bsz={actor.use_dynamic_bsz}: verl's worker asserts it",
-    ),
+    same("rollout.log_prob_use_dynamic_bsz", "actor.use_dynamic_bsz", "verl's worker asserts it"),
     *_passes(),
     *where(
         _CRITIC,
@@ -156,21 +149,17 @@ _TRAINING = (
             lambda v, c: c.critic.use_dynamic_bsz or (v and v > 0),
             "at least 1, or critic.use_dynamic_bsz=True",
         ),
-        Rule(
+        same(
             "critic.forward_max_token_len_per_gpu",
-            lambda v, c: v == c.critic.ppo_max_token_len_per_gpu,
-            "that of critic.ppo_max_token_len_per_gpu",
+            "critic.ppo_max_token_len_per_gpu",
             "verl reads critic.ppo_infer_max_token_len_per_gpu instead",
         ),
     ),
     # what a run writes
-    *where(
-        When(lambda c: "swanlab" in facts.loggers(c.trainer.logger)),
-        Rule(
-            "trainer.project_name",
-            lambda v, _: re.fullmatch(r"[\w+.-]{1,100}", str(v), re.ASCII),
-            "up to 100 letters, digits and _ + - ., as swanlab takes it",
-        ),
+    Rule(
+        "trainer.project_name",
+        lambda v, c: "swanlab" not in facts.loggers(c.trainer.logger) or re.fullmatch(_PROJECT, str(v), re.ASCII),
+        "up to 100 letters, digits and _ + - ., as swanlab takes it",
     ),
     Rule(
         "trainer.logger",
@@ -186,12 +175,11 @@ _TRAINING = (
             "an existing .../global_step_K",
         ),
     ),
+    one_of("global_profiler.tool", ("nsys", "npu", "torch", "torch_memory", "precision_debugger", None)),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
     only("trainer.checkpoint_callback_class", None, "verl's v1 trainer alone calls it"),
-    *(
-        only(f"{node}.checkpoint.async_save", False, "a checkpoint is sealed once whole")
-        for node in ("actor", "critic")
-    ),
+    only("actor.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
+    only("critic.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
     Rule(
         "actor.checkpoint.save_contents",
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
@@ -247,9 +235,10 @@ _LEARNING = (
     ),
     Rule(
         "actor.clip_ratio_c",
-        lambda v, c: v > 1 if v is not None else _clips_once(c),
+        lambda v, c: v > 1 if v is not None else facts.clips_once(c),
         lambda c: (
-            "a number above 1" + (", or null for no dual clip" if _clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
+            "a number above 1"
+            + (", or null for no dual clip" if facts.clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
         ),
     ),
     *where(on("actor.use_kl_loss"), one_of("actor.kl_loss_type", _KL)),
@@ -257,6 +246,11 @@ _LEARNING = (
         on("algorithm.use_kl_in_reward"),
         one_of("algorithm.kl_penalty", _KL),
         one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive")),
+    ),
+    *where(
+        on("algorithm.use_kl_in_reward").also(on("algorithm.kl_ctrl.type", "adaptive")),
+        least("algorithm.kl_ctrl.horizon", 1),
+        Rule("algorithm.kl_ctrl.target_kl", lambda v, _: v > 0, "above 0"),
     ),
     one_of("actor.loss_agg_mode", _MEANS),
     Rule(
@@ -272,7 +266,14 @@ _LEARNING = (
         When(lambda c: at(c, "actor.strategy") != "megatron"),
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
         one_of("actor.optim.lr_scheduler_type", ("constant", "cosine")),
-        one_of("actor.fsdp_config.model_dtype", _DTYPES),
+        *(
+            Rule(f"actor.fsdp_config.{key}", facts.is_dtype, "one of " + ", ".join(sorted(facts.DTYPES)))
+            for key in _DTYPE_KEYS
+        ),
+        *(
+            Rule(f"{model}.{_ATTENTION}", facts.is_attention, "one of " + ", ".join(facts.ATTENTIONS))
+            for model in ("model", "critic.model")
+        ),
     ),
     # rewards
     *where(on("reward.reward_model.enable"), only("partial_rollout.reward_in_worker", False)),
@@ -309,6 +310,7 @@ _ENGINES = (
     one_of("rollout.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
     *where(
         on("rollout.name", "vllm"),
+        one_of("rollout.quantization", ("fp8", "torchao", "ascend", None)),
         Rule(
             "rollout.load_format",
             lambda v, c: v == "dummy" or v.lower() in facts.load_formats(c),

@@ -127,6 +127,7 @@ def agent_loops(config: DictConfig) -> set[str]:
         return set(_agent_loop_registry)
     listed: Any = _load(config, _LOOPS, words, lambda: OmegaConf.load(resolve_config_path(str(path))))
     names = set(_agent_loop_registry)
+    loop: Any
     for loop in listed if OmegaConf.is_list(listed) else [None]:
         name, target = (loop.get(key) if OmegaConf.is_dict(loop) else None for key in ("name", "_target_"))
         if not (name and target):

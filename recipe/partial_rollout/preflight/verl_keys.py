@@ -315,5 +315,6 @@ def resolved(config: DictConfig) -> DictConfig:
 def _unresolved(config: DictConfig, said: str) -> tuple[str, Any]:
     """The key, as it is written, that made OmegaConf say ``said``; others may copy it."""
     names = re.findall(r"['`]([\w.]+)['`]", said)
-    texts = [(path, str(value)) for path, value in leaves(OmegaConf.to_container(config)) if "${" in str(value)]
+    written: Any = OmegaConf.to_container(config)
+    texts = [(path, str(value)) for path, value in leaves(written) if "${" in str(value)]
     return max(texts, key=lambda each: any(name in each[1] for name in names))
