@@ -104,14 +104,14 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo rules facts settings agent_loop_worker llm_client
+verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings agent_loop_worker llm_client
         replica ray_trainer
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
         top_p top_k
 verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
     has: agent_loop_manager_class default_agent_loop
-verl.workers.config:CheckpointEngineConfig <- rules facts
+verl.workers.config:CheckpointEngineConfig <- rules
     has: backend
 verl.experimental.agent_loop.tool_parser:ToolParser <- user_code
     has: _registry
@@ -129,7 +129,7 @@ verl.tools.base_tool:BaseTool <- tool_journal workspace
 verl.tools.function_tool:FunctionTool <- tool_journal
     has: fn is_async
     calls: call(parameters)
-verl.trainer.ppo.rollout_corr_helper <- loss rules behaviour_weights
+verl.trainer.ppo.rollout_corr_helper <- loss facts behaviour_weights
     has: SAFETY_BOUND
     calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
         compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
@@ -137,7 +137,7 @@ verl.trainer.ppo.rollout_corr_helper <- loss rules behaviour_weights
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     calls: masked_mean(values, mask)
-verl.workers.config:ActorConfig <- loss rules facts
+verl.workers.config:ActorConfig <- loss facts
     has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info strategy
         rollout_n use_dynamic_bsz
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
