@@ -1,7 +1,9 @@
 """Agent loops of one's own: whatever a loop does costs at most its sample, and what is trained is what the engine made."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,26 @@ def trained(loop, *, update_s=0.0, **settings):
         return (await life.train(update_s=update_s))[1], life
 
     return play(beside_plain(loop, **settings), story)
+
+
+def test_client_of_a_sample_that_has_ended_is_freed_at_once():
+    """Full garbage collections wait for the end of the round (``manager/garbage.py``)."""
+    clients = []
+
+    async def plain_of(client, row, params):
+        clients.append(weakref.ref(client))
+        return await plain(client, row, params)
+
+    async def story(life):
+        await life.stop_round()
+        return [each() for each in clients]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert play(lambda: Life(plain_of, [{}] * 4, batch=4), story) == [None] * 4
+    finally:
+        gc.enable()
 
 
 # -- several calls at once -----------------------------------------------------------------------------------------------
