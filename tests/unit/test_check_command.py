@@ -231,6 +231,9 @@ def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(file
         check_files(files(known, none))
     check_files(files(known, none, f"data.val_files={tmp_path}/train.parquet"))
     check_files(files(pd.DataFrame([ROW]), *SCORED_BY_MODEL))
+    # A loop of the user's own may score its samples itself.
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
+    check_files(files(pd.DataFrame([without("reward_model")]), none, loops))
     assert not any(capsys.readouterr())
 
 

@@ -25,7 +25,7 @@ from verl.utils.reward_score import default_compute_score
 from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import data_files
-from recipe.partial_rollout.preflight.user_code import agent_loops
+from recipe.partial_rollout.preflight.user_code import agent_loops, is_verls_loop
 from recipe.partial_rollout.waits import one_line
 
 _KINDS = (".parquet", ".json", ".jsonl")
@@ -76,7 +76,15 @@ def _read(path: Path) -> tuple[dict[str, pa.DataType | None], int]:
 def _check_columns(config: DictConfig, key: str, name: str, columns: dict[str, pa.DataType | None]) -> None:
     if config.data.prompt_key not in columns:
         raise fail("data.prompt_key", config.data.prompt_key, f"a column of {name}: {', '.join(columns)}")
-    if _rewards_by_rows(config):
+    loops = [config.actor_rollout_ref.rollout.agent.default_agent_loop]
+    if columns.get(_LOOP) is not None:
+        known = agent_loops(config)
+        loops = pq.read_table(Path(name).expanduser(), columns=[_LOOP])[_LOOP].unique().to_pylist()
+        for loop in loops:
+            if loop not in known:
+                raise fail(key, name, f"a file whose column {_LOOP} has {', '.join(sorted(known))}; it has {loop}")
+    # A loop of the user's own may score its samples itself.
+    if _rewards_by_rows(config) and all(is_verls_loop(config, loop) for loop in loops):
         manager = config.reward.reward_manager.name
         reads = f"a file with columns data_source and reward_model.ground_truth, which reward manager {manager} reads"
         for column in ("data_source", "reward_model"):
@@ -87,11 +95,6 @@ def _check_columns(config: DictConfig, key: str, name: str, columns: dict[str, p
             raise fail(key, name, f"{reads}; its reward_model is {kind}")
         if kind is not None and not config.reward.custom_reward_function.path:
             _check_sources(name)
-    if _LOOP in columns and columns[_LOOP] is not None:
-        known = agent_loops(config)
-        for loop in pq.read_table(Path(name).expanduser(), columns=[_LOOP])[_LOOP].unique().to_pylist():
-            if loop not in known:
-                raise fail(key, name, f"a file whose column {_LOOP} has {', '.join(sorted(known))}; it has {loop}")
 
 
 def _check_sources(name: str) -> None:

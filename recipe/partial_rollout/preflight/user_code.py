@@ -138,6 +138,12 @@ def agent_loops(config: DictConfig) -> set[str]:
     return names
 
 
+def is_verls_loop(config: DictConfig, name: str) -> bool:
+    """Whether agent loop ``name`` is one that verl ships, and nobody's file gives loops of other names or in its place."""
+    target = str(_agent_loop_registry.get(name, {}).get("_target_"))
+    return not at(config, _LOOPS) and target.startswith("verl.")
+
+
 def _needs(key: str, value: Any, kind: type, base: type) -> None:
     """Refuse a class without the methods that ``base`` leaves to it, or with one that is not a coroutine as there."""
     for name in sorted(base.__abstractmethods__):
