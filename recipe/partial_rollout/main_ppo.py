@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -252,6 +253,8 @@ def _main() -> None:
         end_in_one_line(act, config)
 
     spare_caches()
+    # verl says it once for every line that asks.
+    warnings.filterwarnings("ignore", "Disabled critic")
     in_one_line(composed)
 
 
