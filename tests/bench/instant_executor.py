@@ -27,8 +27,14 @@ def engine_args(directory, **own):
     from transformers import Qwen3Config
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    Qwen3Config(architectures=["Qwen3ForCausalLM"], vocab_size=VOCABULARY, **shape).save_pretrained(directory)
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    ).save_pretrained(directory)
     return AsyncEngineArgs(
         model=str(directory),
         dtype="float32",

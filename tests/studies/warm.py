@@ -191,7 +191,8 @@ class WarmTrainer(PartialRolloutRayPPOTrainer):
         """As the recipe's; then its agent-loop workers and manager end."""
         super().fit()
         managers = [self.session.driver._manager] if self.settings.enable else []
-        for actor in (*self._rollout.agent_loop_workers, *managers):
+        rollout: Any = self.async_rollout_manager
+        for actor in (*rollout.agent_loop_workers, *managers):
             ray.kill(actor)
 
 
