@@ -252,10 +252,13 @@ def _main() -> None:
     def composed(config: DictConfig) -> None:
         end_in_one_line(act, config)
 
-    spare_caches()
+    def program() -> None:
+        spare_caches()
+        composed()
+
     # verl says it once for every line that asks.
     warnings.filterwarnings("ignore", "Disabled critic")
-    in_one_line(composed)
+    in_one_line(program)
 
 
 def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> None:

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import ray
 from omegaconf import OmegaConf
+from transformers import AttentionInterface
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
@@ -82,6 +83,7 @@ SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "inte
     [
         (SMOLLM2, (), 108),
         (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), 64),
+        (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=null",), 108),
         ({"vocab_size": 10, "hidden_size": 4096, "intermediate_size": 14336}, (), 224),
         ({"vocab_size": 10, "text_config": SMOLLM2}, (), 108),
         ({"vocab_size": 10}, (), 2048),
@@ -168,6 +170,8 @@ MISTAKES = {
     "distillation.enabled=True": "False with partial_rollout.enable=True: its loss",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, sequence, or null for geometric, with",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
+    f"{P}.correction=none {CORRECTION}.rollout_is=''": "null with partial_rollout.correction=none",
+    f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "a number above 1 with loss_mode=vanilla",
     f"{P}.correction=none {LOSS}=decoupled_ppo": "any other with partial_rollout.correction=none",
     f"{P}.correction=none {P}.trust_region=mask": "none with partial_rollout.correction=none",
     f"algorithm=sapo {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
@@ -351,6 +355,16 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode", "geo_mean"}
+
+
+def test_what_only_verl_and_transformers_read_is_theirs_to_judge(configure, task):
+    check_config(configure(f"{P}.correction=none", "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
+    check_config(configure(f"actor_rollout_ref.model.hf_config_path={task}/config.json"))
+    AttentionInterface.register("mine", lambda *args: None)
+    try:
+        check_config(configure("+actor_rollout_ref.model.override_config.attn_implementation=mine"))
+    finally:
+        del AttentionInterface._global_mapping["mine"]
 
 
 def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):

@@ -133,9 +133,10 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
 
 def test_parts_that_a_checkpoint_does_not_hold_are_refused_before_workers_look_for_them(start):
     parts = "actor_rollout_ref.actor.checkpoint"
-    start(f"{parts}.save_contents=[model]", save=2)
-    with pytest.raises(ConfigError, match=r"load_contents=\[.*'optimizer', .*: \['model'\], as in .*global_step_2"):
-        start()
+    start(f"{parts}.load_contents=null", f"{parts}.save_contents=[model]", save=2)
+    for asked in ("[model,optimizer]", "null"):
+        with pytest.raises(ConfigError, match=r"load_contents=.*: \['model'\], as in .*global_step_2"):
+            start(f"{parts}.load_contents={asked}")
     start(f"{parts}.load_contents=[model]")
 
 

@@ -146,10 +146,10 @@ class PartialRolloutConfig:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
-        """From the whole hydra config.
+        """From the whole hydra config, whose keys of verl's are ``preflight.settings_check``'s to check.
 
         Raises:
-            ConfigError: in one line.
+            ConfigError: a key of the recipe's is wrong; in one line.
         """
         rollout = config.actor_rollout_ref.rollout
         values = read(cls, config[ROOT], ROOT)

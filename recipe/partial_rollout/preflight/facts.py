@@ -19,12 +19,12 @@ from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.workers.config import ActorConfig
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
+from recipe.partial_rollout.config.choices import Correction
 from recipe.partial_rollout.config.settings import OVERLONG, trainer_devices
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
 DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
-ATTENTIONS = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
@@ -135,17 +135,31 @@ def is_dtype(value: Any, _: DictConfig) -> bool:
     return value is None or str(value) in DTYPES
 
 
-def is_attention(value: Any, _: DictConfig) -> bool:
+def attentions(_: DictConfig) -> list[str]:
+    """Those that transformers knows, with any that a module of the user's has registered."""
+    return ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+
+
+def is_attention(value: Any, config: DictConfig) -> bool:
     """Also of a kernel of the hub, OWNER/NAME; one for each part of a model is for transformers to check."""
-    return not isinstance(value, str) or value in ATTENTIONS or "/" in value
+    return not isinstance(value, str) or value in attentions(config) or "/" in value
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
+def has_dual_clip(config: DictConfig) -> bool:
+    """Whether ``actor.clip_ratio_c`` must hold a bound, or may: an uncorrected run has verl's loss, which may read none."""
+    settings = config.partial_rollout
+    uncorrected = settings.enable and settings.correction == Correction.NONE
+    return not uncorrected or at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
+
+
 def clips_once(config: DictConfig) -> bool:
-    """Whether the loss has a dual clip that can be left out."""
-    return config.partial_rollout.enable and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
+    """Whether the dual clip can be left out: the loss is the recipe's."""
+    settings = config.partial_rollout
+    corrected = settings.enable and settings.correction != Correction.NONE
+    return corrected and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
 
 
 def rejects(rejection: Any, config: DictConfig) -> bool:

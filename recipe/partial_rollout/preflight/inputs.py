@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.import_utils import resolve_config_path
+from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import CONF_DIR, engine_devices, trainer_devices
@@ -94,7 +95,9 @@ def model_config(path: str, key: str = MODEL, name: str = "config.json") -> dict
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    local, words = Path(path).expanduser() / name, f"a local model directory with {name}, or a model of the hub"
+    local, words = Path(path).expanduser(), f"a local model directory with {name}, or a model of the hub"
+    # transformers takes the file itself, too.
+    local = local if local.is_file() else local / name
     try:
         return json.loads((local if local.is_file() else _of_hub(path, name)).read_text())
     except ValueError as error:
@@ -241,7 +244,9 @@ def _check_adapters(config: DictConfig) -> None:
 def weight_bytes(config: DictConfig) -> int:
     """Bytes of a weight in the trainer."""
     fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}
-    return {"fp32": 4, "float32": 4}.get(str(fsdp.get("model_dtype", "fp32")), 2)
+    dtype = fsdp.get("model_dtype")
+    # verl trains null in float32.
+    return 4 if dtype is None or dtype in FLOAT_LIST else 2
 
 
 def size_bucket(config: DictConfig) -> None:

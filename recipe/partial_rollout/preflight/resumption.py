@@ -152,11 +152,11 @@ def _check_trainers(checkpoint: Path, trainers: int) -> None:
 
 
 def _check_parts(config: DictConfig, saved: Mapping[str, Any], checkpoint: Path | None) -> None:
-    parts = saved.get(_SAVED)
-    # Weights are in every checkpoint, and those in Hugging Face's format are never loaded.
-    asked = {*OmegaConf.select(config, _LOAD)} & {"optimizer", "extra"}
-    if parts is not None and not asked <= {*parts}:
-        raise fail(_LOAD, OmegaConf.select(config, _LOAD), f"{parts}, as in {checkpoint}, which holds no other")
+    parts, asked = saved.get(_SAVED), OmegaConf.select(config, _LOAD)
+    # Weights are in every checkpoint, and those in Hugging Face's format are never loaded; null asks for all.
+    needed = {"optimizer", "extra"} if asked is None else {"optimizer", "extra"} & {*asked}
+    if parts is not None and not needed <= {*parts}:
+        raise fail(_LOAD, asked, f"{parts}, as in {checkpoint}, which holds no other")
 
 
 def _check_critic(checkpoint: Path, config: DictConfig) -> None:

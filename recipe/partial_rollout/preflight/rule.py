@@ -126,3 +126,27 @@ def divisible(key: str, times: str, by: Count, what: str, why: str = "") -> Rule
         lambda c: f"times {full(times)}={at(c, times)} it must be divisible by {by(c)} {what}",
         why,
     )
+
+
+def budget(key: str, engine: str, when: When = ALWAYS, default: int = 0) -> Rule:
+    """Tokens of a micro-batch, which cannot split a sample."""
+
+    def words(config: DictConfig) -> str:
+        sharing, tokens = facts.split(config, engine)[1], facts.longest(config)
+        shared = f" on each of the {sharing} devices that share it" if sharing > 1 else ""
+        sample = "the tokens of the longest sample (rollout.prompt_length + rollout.response_length)"
+        return f"at least {-(-tokens // sharing):,}, {sample}{shared}"
+
+    return Rule(key, lambda v, c: (v or default) * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
+
+
+def micro_batch(key: str, batch: str, engine: str, when: When) -> Rule:
+    """Samples of a micro-batch, of which a device gets a whole number."""
+
+    def of_device(config: DictConfig) -> int:
+        return at(config, batch) * at(config, "rollout.n") // facts.copies(config, engine)
+
+    def words(config: DictConfig) -> str:
+        return f"a divisor of {of_device(config)}, a device's samples of {batch},"
+
+    return Rule(key, lambda v, c: v and v > 0 and of_device(c) % v == 0, words, when=when)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.tracking import Tracking
@@ -25,8 +24,10 @@ from recipe.partial_rollout.preflight.rule import (
     ALWAYS,
     Rule,
     When,
+    budget,
     divisible,
     least,
+    micro_batch,
     on,
     one_of,
     only,
@@ -64,30 +65,6 @@ _CRITIC, _REFERENCE = When(need_critic), When(need_reference_policy)
 _CPU = on("trainer.device", "cpu")
 
 
-def _budget(key: str, engine: str, when: When = ALWAYS, default: int = 0) -> Rule:
-    """Tokens of a micro-batch, which cannot split a sample."""
-
-    def words(config: DictConfig) -> str:
-        sharing, tokens = facts.split(config, engine)[1], facts.longest(config)
-        shared = f" on each of the {sharing} devices that share it" if sharing > 1 else ""
-        sample = "the tokens of the longest sample (rollout.prompt_length + rollout.response_length)"
-        return f"at least {-(-tokens // sharing):,}, {sample}{shared}"
-
-    return Rule(key, lambda v, c: (v or default) * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
-
-
-def _micro_batch(key: str, batch: str, engine: str, when: When) -> Rule:
-    """Samples of a micro-batch, of which a device gets a whole number."""
-
-    def of_device(config: DictConfig) -> int:
-        return at(config, batch) * at(config, "rollout.n") // facts.copies(config, engine)
-
-    def words(config: DictConfig) -> str:
-        return f"a divisor of {of_device(config)}, a device's samples of {batch},"
-
-    return Rule(key, lambda v, c: v and v > 0 and of_device(c) % v == 0, words, when=when)
-
-
 def _passes() -> Iterator[Rule]:
     """Update, log-probs and reference: by tokens, or by samples."""
     for node, name, flag, batch, engine, when in (
@@ -96,8 +73,8 @@ def _passes() -> Iterator[Rule]:
         ("ref", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "ref", _REFERENCE),
     ):
         by_tokens, by_samples = (when.also(on(f"{node}.{flag}", value)) for value in (True, False))
-        yield _budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
-        yield _micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
+        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
+        yield micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
 
 
 def _divided(engine: str) -> Iterator[Rule]:
@@ -140,8 +117,8 @@ _TRAINING = (
         _CRITIC,
         *_divided("critic"),
         # Values are always computed by tokens.
-        _budget("critic.ppo_max_token_len_per_gpu", "critic"),
-        _budget(
+        budget("critic.ppo_max_token_len_per_gpu", "critic"),
+        budget(
             "critic.ppo_infer_max_token_len_per_gpu", "critic", default=CriticConfig.ppo_infer_max_token_len_per_gpu
         ),
         Rule(
@@ -240,6 +217,7 @@ _LEARNING = (
             "a number above 1"
             + (", or null for no dual clip" if facts.clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
         ),
+        when=When(facts.has_dual_clip),
     ),
     *where(on("actor.use_kl_loss"), one_of("actor.kl_loss_type", _KL)),
     *where(
@@ -271,7 +249,7 @@ _LEARNING = (
             for key in _DTYPE_KEYS
         ),
         *(
-            Rule(f"{model}.{_ATTENTION}", facts.is_attention, "one of " + ", ".join(facts.ATTENTIONS))
+            Rule(f"{model}.{_ATTENTION}", facts.is_attention, "one of {attentions}")
             for model in ("model", "critic.model")
         ),
     ),
@@ -373,7 +351,7 @@ _PARTIAL_ROLLOUT = (
     *where(
         _UNCORRECTED,
         one_of("partial_rollout.trust_region", (TrustRegion.AUTO, TrustRegion.NONE)),
-        only(f"{_CORRECTION}.rollout_is", None),
+        one_of(f"{_CORRECTION}.rollout_is", (None,)),
         other_than(_LOSS, DECOUPLED_PPO),
     ),
     *where(

@@ -126,7 +126,7 @@ def agent_loops(config: DictConfig) -> set[str]:
     if not path:
         return set(_agent_loop_registry)
     listed: Any = _load(config, _LOOPS, words, lambda: OmegaConf.load(resolve_config_path(str(path))))
-    names = set(_agent_loop_registry)
+    names: set[str] = set()
     loop: Any
     for loop in listed if OmegaConf.is_list(listed) else [None]:
         name, target = (loop.get(key) if OmegaConf.is_dict(loop) else None for key in ("name", "_target_"))
@@ -135,7 +135,8 @@ def agent_loops(config: DictConfig) -> set[str]:
         kind = _load(config, _LOOPS, f"loops that load; {name} does not", lambda t=target: get_class(t))
         _needs(full(_LOOPS), path, kind, AgentLoopBase)
         names.add(str(name))
-    return names
+    # Their modules may have registered others.
+    return names | set(_agent_loop_registry)
 
 
 def is_verls_loop(config: DictConfig, name: str) -> bool:
