@@ -116,6 +116,7 @@ WRONG = [
     ),
     ("3 samples were unaccounted for after the round of step 2", with_round(2, {**GOOD[2], "lost_samples": 3})),
     ("step 2 has 0 rounds", with_round(2)),
+    ("a resumed run changed arm from PR to noPR", [*GOOD[:3], resumed(2, arm="noPR"), *GOOD[3:]]),
     ("a resumed run changed batch_groups from 2 to 4", [*GOOD[:3], resumed(2, batch_groups=4), *GOOD[3:]]),
     ("prompt 0/1 was lost: later ones were admitted, it was not", [RUN, round_of(1, "0/0 0/2", "0/0 0/2")]),
     (
@@ -144,6 +145,11 @@ def test_violation_is_named(write, capsys, violation, lines):
     run_dir = write(*lines)
     assert violations(run_dir)[0] == violation and main([str(run_dir)]) == 1
     assert f"violation: {violation}" in capsys.readouterr().out
+
+
+def test_a_loss_is_told_once(write):
+    lines = with_round(3, round_of(3, "1/0", "1/0 1/1"))
+    assert violations(write(*lines)) == ["prompt 1/1 was lost: never trained"]
 
 
 def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):

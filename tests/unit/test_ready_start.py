@@ -94,6 +94,11 @@ def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
     assert builds == [parameters] and capsys.readouterr().err.count("\n") == 1
 
 
+def test_training_needs_nothing_packed(tmp_path, builds):
+    assert ready_start.make_task(tmp_path / "task", TINY, file=tmp_path / "missing.npz", train=True) == "trained"
+    assert builds == [TINY]
+
+
 def test_unpacked_weights_are_not_packed_again_and_go_where_training_is_asked_for(packed, tmp_path, builds):
     ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
     before = ready_start.packed_file("clock10").read_bytes()

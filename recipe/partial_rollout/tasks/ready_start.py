@@ -134,24 +134,25 @@ def make_task(
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={out}: exists and was not made by this command; choose another folder or remove it")
     file = file or packed_file(task)
-    weights, packed, error = read_packed(file)
-    problem = misfit(packed, manifest)
-    if problem and not train:
-        print(f"ready warm start not used: {problem}; training one", file=sys.stderr)
-    facts = {MANIFEST: manifest}
-    if unpacks := not (problem or train):
-        facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}
+    facts, weights = {MANIFEST: manifest}, None
+    if not train:
+        weights, packed, error = read_packed(file)
+        if problem := misfit(packed, manifest):
+            print(f"ready warm start not used: {problem}; training one", file=sys.stderr)
+            weights = None
+        else:
+            facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}
     staging = out.with_name(f".{out.name}.new-{os.getpid()}")
     try:
         staging.mkdir(parents=True)
-        _write(staging, task, parameters, weights if unpacks else None)
+        _write(staging, task, parameters, weights)
         for name, noted in facts.items():
             (staging / name).write_text(json.dumps(noted, indent=2) + "\n")
         shutil.rmtree(out, ignore_errors=True)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return "unpacked from the package" if unpacks else "trained"
+    return "trained" if weights is None else "unpacked from the package"
 
 
 def _is_current(out: Path, manifest: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ _SHOWN = 20
 _PARTS = ("tokens", "log-probs", "versions", "mask entries")
 _POSITIONS = 1 << 32
 """A prompt is one number, ``epoch * _POSITIONS + position``; they sort as the data does."""
-_LASTING = ("samples_per_group", "batch_groups", "epoch_prompts")
+_LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 """settings that no process of a run may change"""
 
 
@@ -200,7 +200,9 @@ class Audit:
         self._judge_holes()
         self._judge_lost()
         trained, total = len(self.trained.once), self.sizes.total
-        if self.complete and not self.exhausted and trained < total:
+        # What drains tells each prompt that was lost.
+        by_prompt = self.drained and not self.sizes.filters
+        if self.complete and not self.exhausted and not by_prompt and trained < total:
             self.violations.append(f"the training is complete with {trained} prompts trained of {total}")
         self.violations += [fault for entry in self.entries for fault in entry.faults]
 
