@@ -6,7 +6,7 @@ queue of outputs, behind which an interruption waits for its tokens. ``stream_in
 the work.
 
 ``scheduler_cls=PIECEWISE``, vLLM's own option, sends pieces of ``PIECE_TOKENS``. Exactly the same tokens and log-probs
-arrive, later by at most ``PIECE_S`` and a step: with the request's end, with whatever else there is to say of the request,
+arrive, later by at most ``PIECE_S`` and a step of their request: with its end, with whatever else there is to say of it,
 and all of them before a pause with ``keep`` is complete. A pause with ``abort`` ends requests without asking the scheduler,
 so it must follow one with ``keep``; an abort by id loses what is not yet sent.
 
@@ -33,7 +33,7 @@ PIECEWISE = f"{__name__}.piecewise_scheduler"
 """what ``scheduler_cls`` is to be"""
 PIECE_TOKENS = 16
 PIECE_S = 0.1
-"""seconds for which a token is kept back, at most: counts of running tokens stay true where steps are slow"""
+"""seconds after which the request's next token is not kept back: counts of running tokens stay true where steps are slow"""
 NEVER = 0
 """tokens of the next piece, for a request that is not sent in pieces"""
 

@@ -154,6 +154,7 @@ class ScriptedTraining:
         assert len(groups) == BATCH
         self.session.complete_step(step)
         figures = dict(self.session.figures)
+        self.session.figures.clear()
         self.sync(step)
         return figures
 

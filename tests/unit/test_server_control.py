@@ -94,6 +94,15 @@ def test_preemptions_are_counted_since_they_were_last_asked_for():
     assert play(control, *["new_preemptions"] * 3) == [5, 4, None]
 
 
+def test_replica_that_does_not_say_what_it_decodes_is_named_once_in_a_row(monkeypatch):
+    warning = MagicMock()
+    monkeypatch.setattr(replicas.logger, "warning", warning)
+    control = control_over("load", [(1, 5)] * 3, [AttributeError("no such thing")] * 2 + [(0, 2)])
+    assert play(control, *["load"] * 3) == [{"0": (1, 5)}, {"0": (1, 5)}, {"0": (1, 5), "1": (0, 2)}]
+    ((words, *values),) = [call.args for call in warning.call_args_list]
+    assert words % tuple(values) == "vLLM replica 1 does not say what it decodes: AttributeError: no such thing"
+
+
 def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):
     async def ask(verb, servers):
         told.append((verb, servers))

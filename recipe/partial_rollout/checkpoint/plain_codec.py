@@ -1,7 +1,8 @@
 """Plain Python and numpy values as msgpack: what is read back can only be data, never code.
 
 Extension types cover arrays (dtype, shape, bytes), numpy scalars, object arrays and tuples (by elements). A value of any
-other type is refused with its path; nothing is pickled or silently turned into text. Only a bytearray comes back as bytes.
+other type is refused with its path; nothing is pickled or silently turned into text. Only bytearrays and memoryviews come
+back as bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ _ERRORS = "surrogatepass"
 
 
 class UnsaveableError(ValueError):
-    """A value cannot be saved; the message names its path, as in ``reserve[3].row.image: PIL.Image.Image cannot ...``."""
+    """A value cannot be saved.
+
+    The message names its path, as in ``reserve[3].row.image: PIL.Image.Image cannot ...``; not if all is too large or deep.
+    """
 
 
-def pack(value: Any) -> bytes:
+def pack(value: Any, name: str = "") -> bytes:
     """``value`` as msgpack.
+
+    Args:
+        name: of ``value``, with which the error begins.
 
     Raises:
         UnsaveableError: it holds a value that is neither plain nor numpy.
@@ -32,10 +39,11 @@ def pack(value: Any) -> bytes:
     try:
         return _packed(value)
     except UnsaveableError:
-        raise UnsaveableError(_refusal(value).removeprefix(".").removeprefix(": ")) from None
+        words = _refusal(value)
     except (ValueError, RecursionError) as error:
-        # Of msgpack: more than 4 GiB in one value, or nested more than 511 deep, as what holds itself is.
-        raise UnsaveableError(f"it cannot be saved: {error}") from None
+        # Of msgpack, without a path: more than 4 GiB in one value, or nested too deep, as what holds itself is.
+        words = f": it cannot be saved: {error}"
+    raise UnsaveableError(f"{name}{words}".removeprefix(".").removeprefix(": "))
 
 
 def _packed(value: Any) -> bytes:

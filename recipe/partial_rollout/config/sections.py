@@ -50,7 +50,7 @@ class Deadlines:
     interrupt_s: float = seconds(
         60,
         "Seconds for all replicas to become quiet, or to resume; for all samples to be collected, or granted, once the "
-        "trainer waits for it; for the outputs of a batch to be fetched.",
+        "trainer waits for it; for the outputs of a batch to be fetched; for a colocated reward model to wake up or sleep.",
     )
     weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
 

@@ -73,8 +73,9 @@ class AdmittingEngine:
     ) -> AsyncGenerator[RequestOutput | None, None]:
         """``AsyncLLM.generate``, which first yields None: from then on a pause or an abort covers the request.
 
-        The last output follows, with every token; earlier outputs only if the caller asks for DELTA. An abort ends
-        the request with an output of the tokens so far: none, if it was still queued. If the caller stops before the
+        The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
+        the request with an output of the tokens so far: none, if it was still queued. One that is withdrawn has
+        those that were sent. If the caller stops before the
         last output, its request is aborted.
 
         Args:

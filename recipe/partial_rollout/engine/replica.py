@@ -106,7 +106,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         return output
 
     async def withdraw(self, request_id: str) -> None:
-        """End a request whose answer nobody awaits any more; its caller gets the tokens so far."""
+        """End a request whose answer nobody awaits any more; its caller gets the tokens that have been sent."""
         if self.node_rank == 0:
             await self.engine.withdraw(request_id)
 
@@ -165,9 +165,8 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Requests in this server's engine, and tokens decoded since its start, which change with every token.
+        """Requests in this server's engine, and tokens decoded since its start, but for those kept back for a piece.
 
-        Counted on request, from the engine's output processor, so that it does not depend on how often outputs are sent.
         Asked of a replica's first server.
         """
         running = len(self.engine.output_processor.request_states)

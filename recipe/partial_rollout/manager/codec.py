@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
+from recipe.partial_rollout.checkpoint.plain_codec import pack
 from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
@@ -76,10 +76,7 @@ def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
 
 def check_saveable(sample_id: str, output: SampleOutput) -> None:
     """Raise ``UnsaveableError`` for a value in ``output`` that a checkpoint cannot hold."""
-    try:
-        pack(_fields(output))
-    except UnsaveableError as error:
-        raise UnsaveableError(f"sample {sample_id}.{error}") from None
+    pack(_fields(output), f"sample {sample_id}")
 
 
 def encode(captured: dict[str, Any], fetch: Fetch) -> dict[str, Any]:

@@ -133,11 +133,10 @@ class Driver:
         """Read the prompts that the next version admits; None: as many as the manager wants now."""
         source = self._context.source
         assert source is not None
-        if wanted is not None:
-            self._prompts = source.take(wanted)
-            return
-        what = "asking the manager how many prompts it wants"
-        self._prompts = source.take(await self._guard.wait(self._manager.wanted.remote(), what))
+        if wanted is None:
+            what = "asking the manager how many prompts it wants"
+            wanted = await self._guard.wait(self._manager.wanted.remote(), what)
+        self._prompts = source.take(wanted)
 
     async def _open(self) -> None:
         """Let the workers call the engines."""

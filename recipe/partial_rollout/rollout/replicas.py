@@ -45,6 +45,8 @@ class ServerControl:
         self._deadline_s = deadline_s
         self._restarts = restarts
         self._preemptions: dict[str, int] = {}
+        self._silent: set[str] = set()
+        """addresses of the replicas that did not answer when they were last asked for their load"""
         self.restarted = 0
         """replicas restarted since the start of the run"""
 
@@ -92,10 +94,15 @@ class ServerControl:
     async def load(self) -> dict[str, tuple[int, int]]:
         """Address to the requests that a replica runs and the tokens it has decoded since its start, of those that answer.
 
-        The failure of another surfaces where its answer to a request is awaited, or at the next interruption.
+        Of another the log says why, once in a row; its death surfaces where its answer to a request is awaited, or at the
+        next interruption.
         """
         answers = await self._asked("load")
-        return {address: load for address, load in answers.items() if not isinstance(load, BaseException)}
+        silent = {address: load for address, load in answers.items() if isinstance(load, BaseException)}
+        for address in silent.keys() - self._silent:
+            logger.warning("vLLM replica %s does not say what it decodes: %s", address, one_line(silent[address]))
+        self._silent = set(silent)
+        return {address: load for address, load in answers.items() if address not in silent}
 
     async def kv_tokens(self) -> int | None:
         """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""

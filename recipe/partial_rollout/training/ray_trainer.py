@@ -59,7 +59,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` whose batches come from the driver; reads ``config.partial_rollout``.
 
     Args:
-        session: the run; None: ``session_of(config)``.
+        session: the run, which has begun.
         nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
@@ -68,12 +68,12 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self,
         config: Any,
         *args: Any,
-        session: RunSession | None = None,
+        session: RunSession,
         nodes: ClusterNodes | None = None,
         **kwargs: Any,
     ) -> None:
         self.nodes = nodes or ClusterNodes()
-        self.session = session or session_of(config)
+        self.session = session
         self.proximal = ProximalPolicy(config, self.settings)
         replica.register()
         claim_retention(config.trainer, critic=need_critic(config))

@@ -322,7 +322,7 @@ class LiveSample:
         if turn.request is None:
             turn.task.cancel()
         elif turn.request.server is not None:
-            # Its answer, the tokens so far, comes as that of any request; so nobody waits for this one.
+            # Its answer, the tokens that were sent, comes as that of any request; so nobody waits for this one.
             turn.request.server.withdraw.remote(turn.request.id)
 
     async def end(self) -> None:

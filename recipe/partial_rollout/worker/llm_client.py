@@ -245,6 +245,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         turn.task = asyncio.create_task(
             self._complete(sample, turn, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
         )
+        # A loop that gives the call up leaves an error that nobody else reads.
+        turn.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             last = await asyncio.shield(turn.task)
         except asyncio.CancelledError:

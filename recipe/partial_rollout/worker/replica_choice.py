@@ -35,7 +35,7 @@ class ReplicaChoice:
         """From here on the replicas are ``servers``; those that stay keep their counts, whose calls may be held."""
         self.servers = servers
         living = {address: count for address, count in self._running.items() if address in servers}
-        self._running = {**living, **dict.fromkeys(servers.keys() - living.keys(), 0)}
+        self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
     def take(self, sample: LiveSample) -> tuple[str, Any]:
         """Address and handle for the next call of ``sample``, which counts as running there until ``release``."""

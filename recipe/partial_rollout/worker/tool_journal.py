@@ -230,16 +230,16 @@ class _Calls:
         sample = entry.sample
         if self._snapshot is not None:
             answer["state"] = await self.run(self._snapshot, sample.id)
+        name = f"sample {sample.id}: what tool {self._name} leaves"
         try:
             if changed := entry.changed():
                 # The loop goes on changing them. Of parallel calls the one that ended last decides.
                 sample.tools_ended += 1
-                answer |= {"fields": unpack(pack(changed)), "ended": sample.tools_ended}
-            pack(answer)
+                answer |= {"fields": unpack(pack(changed, name)), "ended": sample.tools_ended}
+            pack(answer, name)
         except UnsaveableError as error:
-            refused = f"sample {sample.id}: what tool {self._name} leaves.{error}"
-            sample.add_tool_result({**entry.head, "refused": refused})
-            raise _refusal(sample, refused) from None
+            sample.add_tool_result({**entry.head, "refused": str(error)})
+            raise _refusal(sample, str(error)) from None
         sample.add_tool_result({**entry.head, **answer})
 
 
