@@ -135,7 +135,7 @@ class Driver:
         assert source is not None
         if wanted is None:
             what = "asking the manager how many prompts it wants"
-            wanted = await self._guard.wait(self._manager.wanted.remote(), what)
+            wanted = int(await self._guard.wait(self._manager.wanted.remote(), what))
         self._prompts = source.take(wanted)
 
     async def _open(self) -> None:
