@@ -59,7 +59,7 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
     """``RayPPOTrainer`` whose batches come from the driver; reads ``config.partial_rollout``.
 
     Args:
-        session: the run, which has begun.
+        session: the run, which has begun; None: ``session_of(config)``, which begins.
         nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
         args, kwargs: verl's.
     """
@@ -68,11 +68,14 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
         self,
         config: Any,
         *args: Any,
-        session: RunSession,
+        session: RunSession | None = None,
         nodes: ClusterNodes | None = None,
         **kwargs: Any,
     ) -> None:
         self.nodes = nodes or ClusterNodes()
+        if session is None:
+            session = session_of(config)
+            session.begin()
         self.session = session
         self.proximal = ProximalPolicy(config, self.settings)
         replica.register()
