@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.partial_rollout.tools.report import command
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.segments import in_slots
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, build_run, default_rounds, ended, interrupted_run
+from tests.unit.runs import ZERO, build_run, default_rounds, interrupted_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -79,22 +78,9 @@ def test_timeline_has_every_call_of_the_trace(tmp_path):
     assert [phase[0] for phase in run["phases"]] == ["train", "sync"] * 2
 
 
-def test_watch_labels_a_run_that_goes_on_and_ends_with_it(tmp_path, monkeypatch, capsys):
-    path = interrupted_run(tmp_path / "a", complete=False)
-    pages = []
-
-    def wait(seconds):
-        pages.append((path / "report" / "report.html").read_text())
-        with (path / "run.jsonl").open("a") as log:
-            log.write(json.dumps(ended(3)) + "\n")
-
-    monkeypatch.setattr(command.time, "sleep", wait)
-    assert main([str(path), "--watch", "30"]) == 0
-    assert len(pages) == 1 and '<meta http-equiv="refresh" content="30">' in pages[0]
-    assert "<b>PR is not complete: 3 steps so far.</b>" in pages[0]
-    last = (path / "report" / "report.html").read_text()
-    assert "refresh" not in last and "not complete" not in last
-    assert "PR is not complete: 3 steps so far" in capsys.readouterr().out
+def test_run_that_goes_on_is_labelled(tmp_path):
+    page = report(tmp_path, interrupted_run(tmp_path / "a", complete=False))
+    assert "<b>PR is not complete: 3 steps so far.</b>" in page
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=30))

@@ -22,17 +22,17 @@ BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the report once, or again and again while runs go on; the exit code."""
+    """Make the report; the exit code."""
     options = _parser().parse_args(arguments)
-    if options.watch is not None:
-        return _watch(options)
     try:
-        comparison, saved = _report(options)
+        comparison = compare([load_run(directory) for directory in options.runs])
+        out = options.out or Path(comparison.sides[-1].run.directory) / "report"
+        saved = _save(comparison, out)
     except RunRecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     print(report_console(comparison))
-    print(f"\n{saved}")
+    print(f"\nsaved in {out}: {', '.join(saved)}")
     return 0
 
 
@@ -43,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
             "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
             "outputs/quickstart/noPR outputs/quickstart/PR",
             "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
-            "outputs/quickstart/PR --watch 30",
             more="The base is the first run of noPR; without one, the first run.",
         )
     )
@@ -57,55 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the last run)"
     )
-    parser.add_argument(
-        "--watch",
-        type=_seconds,
-        nargs="?",
-        const=60.0,
-        metavar="SECONDS",
-        help="make the report again every so often (60 s if not said) until all runs are complete; an open page follows",
-    )
     return parser
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
-
-
-def _watch(options: argparse.Namespace) -> int:
-    """Make the report until all runs are complete, or until Ctrl-C; a run that has no step yet is waited for."""
-    try:
-        while True:
-            try:
-                comparison, saved = _report(options)
-                print(f"{time.strftime('%H:%M:%S')} {'; '.join([*cautions(comparison), saved])}", flush=True)
-                if all(side.run.complete for side in comparison.sides):
-                    return 0
-            except RunRecordError as error:
-                print(f"{time.strftime('%H:%M:%S')} waiting: {error}", flush=True)
-            time.sleep(options.watch)
-    except KeyboardInterrupt:
-        return 0
-
-
-def _report(options: argparse.Namespace) -> tuple[Comparison, str]:
-    """The comparison, and a line that says what was saved.
+def _save(comparison: Comparison, out: Path) -> list[str]:
+    """The names of the files it wrote.
 
     Raises:
-        RunRecordError: a run cannot be read, or the report not be written; names it.
+        RunRecordError: one cannot be written; names ``out``.
     """
-    comparison = compare([load_run(directory) for directory in options.runs])
-    out = options.out or Path(comparison.sides[-1].run.directory) / "report"
-    unfinished = not all(side.run.complete for side in comparison.sides)
-    saved = _save(comparison, out, options.watch if unfinished else None)
-    return comparison, f"saved in {out}: {', '.join(saved)}"
-
-
-def _save(comparison: Comparison, out: Path, reload_s: float | None) -> list[str]:
-    """The names of the files it wrote."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         pictures = _draw(comparison, out)
@@ -113,10 +72,8 @@ def _save(comparison: Comparison, out: Path, reload_s: float | None) -> list[str
         content = {"cautions": cautions(comparison), "findings": findings(comparison), **as_json(comparison)}
         (out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} by python -m recipe.partial_rollout.tools report."
-        whole = page(comparison, (out / "report.png").read_bytes(), made=made, reload_s=reload_s)
-        # A page that reloads never finds half a file.
-        (out / ".report.html").write_text(whole, encoding="utf-8")
-        (out / ".report.html").replace(out / "report.html")
+        whole = page(comparison, (out / "report.png").read_bytes(), made=made)
+        (out / "report.html").write_text(whole, encoding="utf-8")
     except OSError as error:
         raise RunRecordError(f"{out}: the report cannot be written ({error.strerror}); give another --out") from error
     return ["report.html", "report.md", "report.json", *pictures]

@@ -40,20 +40,18 @@ SEPARATE_LEGEND = (
 )
 
 
-def page(comparison: Comparison, panels: bytes, *, made: str, reload_s: float | None = None) -> str:
+def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
     """The whole file.
 
     Args:
         panels: `report.png`.
         made: a line that says when and how the page was made.
-        reload_s: seconds after which an open page reads the file again; None: never.
     """
     names = [side.name for side in comparison.sides]
     runs = [_run_data(side, hue(index)) for index, side in enumerate(comparison.sides)]
     said, lead = findings(comparison), len(headline(comparison))
     content = {
         "title": html.escape(f"Partial rollout: {', '.join(names)}"),
-        "refresh": f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else "",
         "cautions": "\n".join(f'<p class="caution"><b>{html.escape(line)}.</b></p>' for line in cautions(comparison)),
         "tools": TOOLS_LEGEND if any(of_tools for run in runs for *_, of_tools in run["lanes"]) else "",
         "separate": SEPARATE_LEGEND if comparison.separate else "",
