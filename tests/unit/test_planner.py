@@ -1,7 +1,5 @@
 """The model of the engine and the simulations against figures worked out by hand and against the recipe's own promises."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from msgspec import structs
@@ -9,13 +7,10 @@ from msgspec import structs
 from recipe.partial_rollout.config.choices import SchedulingPolicy
 from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.tools.lengths import lognormal, of_run
+from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
-from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import interrupted_run
 from tests.unit.shared import settings_of
 
 LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
@@ -126,14 +121,10 @@ def test_calls_under_one_load_show_no_curve():
 # -- rounds -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("release_after_s", [0.1, np.inf], ids=["slots given away", "slots held"])
 @pytest.mark.parametrize("scheduling", [*POLICIES, Scheduling(overtake=0)], ids=str)
-def test_simulation_trains_every_group_once_within_the_bound(scheduling, release_after_s):
-    # Every other group calls tools: one call takes longer than a slot is held for, one does not.
-    tools = ((), (), ((0.3, 2.0), (0.6, 0.05)), ((0.5, 30.0),)) * 20
-    lengths = replace(lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40), tools=tools)
-    curve = EngineCurve(1e-2, 1e-4, kv_tokens=2_000)
-    cluster = Cluster(curve, replicas=2, slots_per_replica=4, release_after_s=release_after_s)
+def test_simulation_trains_every_group_once_within_the_bound(scheduling):
+    lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
+    cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
     settings = sized(max_staleness=2, scheduling=scheduling)
     simulation = Simulation(settings, cluster, lengths, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
@@ -156,42 +147,3 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(scheduling)
 def test_smallest_overlap_whose_next_step_does_not_pay():
     speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
     assert [smallest_worthwhile(speeds, least) for least in (0.05, 0.10, 0.001)] == [1.0, 0.5, 2.0]
-
-
-# -- tools --------------------------------------------------------------------------------------------------------------
-
-
-def with_tools(lengths, tools, *, overlap=0.0, slots=1, release_after_s=0.0, **engine):
-    """Colocated rounds of as many prompts as there are lengths, or of one with overlap; a step takes 1 s."""
-    batch = 1 if overlap else len(lengths)
-    settings = sized(batch, 1, overlap, max_staleness=4 if overlap else 0)
-    cluster = Cluster(EngineCurve(1.0, 0.0, **engine), 1, slots, release_after_s=release_after_s)
-    trace = LengthTrace(np.array([[length] for length in lengths]), 10, tools)
-    return Simulation(settings, cluster, trace, seed=None, groups=len(lengths)).rounds(len(lengths))
-
-
-@pytest.mark.parametrize(("release_after_s", "seconds"), [(np.inf, 14), (3.0, 14), (1.0, 10), (0.0, 9)])
-def test_slot_that_is_given_away_in_a_tool_call_decodes_another_sample(release_after_s, seconds):
-    # Two samples of 2 tokens, 3 s in a tool and 2 tokens, on one slot. Held, they come after one another, 7 s each. Given
-    # away at once: a 0 to 2, b 2 to 4, a 5 to 7, b 7 to 9; after 1 s: a 0 to 2, b 3 to 5, a 6 to 8, b 8 to 10.
-    (round_,) = with_tools([4, 4], (((0.5, 3.0),),) * 2, release_after_s=release_after_s)
-    assert round_.seconds == seconds and round_.batch.tokens == 8
-
-
-@pytest.mark.parametrize("release_after_s", [np.inf, 0.0])
-def test_tool_call_goes_on_into_the_next_round(release_after_s):
-    # The second sample's call begins at 4 s and ends 8 s into the second round; its 12 tokens of context are read again.
-    tools = ((), ((0.5, 10.0),), ())
-    rounds = with_tools([4, 4, 40], tools, overlap=1.0, slots=3, release_after_s=release_after_s, prefill_s=0.1)
-    first, second, _ = rounds
-    assert first.seconds == pytest.approx(2.0 + 4), "both prompts are read first"
-    assert second.seconds == pytest.approx(8 + 1.2 + 2) and second.batch.token_ages == 2
-
-
-def test_conversations_of_a_trace_give_its_samples_their_tool_calls(tmp_path):
-    lengths = of_run(load_run(interrupted_run(tmp_path / "run")))
-    # Of 30 conversations the four with 120 tokens, 20 shorter ones below, waited 1 s after 110; ranks 16 to 19 of the 24
-    # samples are theirs.
-    assert [waits for waits in lengths.tools if waits] == [((110 / 120, 1.0),)] * 4
-    assert lengths.mean_tool_s == pytest.approx(4 / 24)
-    assert not of_run(load_run(interrupted_run(tmp_path / "plain", arm="noPR"))).tools

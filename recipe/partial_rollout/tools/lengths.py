@@ -4,49 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from recipe.partial_rollout.tools.planner.samples import LengthTrace, Waits
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
 
+_MOST_WAITED = 0.05
+"""seconds between turns, over those of engine calls, that a forecast may leave out"""
+
 
 def of_run(run: RunRecord) -> LengthTrace:
-    """Generated tokens of the trained samples of ``run``, in dispatch order; prompts as long as its first ones."""
+    """Generated tokens of the trained samples of ``run``, in dispatch order; prompts as long as its first ones.
+
+    Raises:
+        ValueError: its samples waited for tools, which a simulation does not play.
+    """
+    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    _, left, back = calls.between_turns()
+    waited, ran = float((back - left).sum()), float((calls.column("end") - calls.column("busy_from")).sum())
+    if waited > _MOST_WAITED * ran:
+        raise ValueError(
+            f"{run.directory}: samples waited {waited:,.0f} s between turns and decoded {ran:,.0f} s; the simulation plays "
+            "no tools, so compare short runs instead"
+        )
     groups = sorted(run.trained_groups, key=lambda group: group.order)
-    calls = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
+    first = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
     # The first call of each sample; a trace that names none has single turns.
-    prompts = {call.sample or at: call.context_tokens for at, call in reversed(list(enumerate(calls)))}
+    prompts = {call.sample or at: call.context_tokens for at, call in reversed(list(enumerate(first)))}
     # What tools wrote is part of a response, and is not decoded.
     generated = [np.array(group.lengths) * (group.tokens / max(1, sum(group.lengths))) for group in groups]
     lengths = np.maximum(1, np.rint(generated).astype(int))
-    every = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
-    return LengthTrace(
-        lengths, round(float(np.median(list(prompts.values())))) if prompts else 0, _waits(every, lengths)
-    )
-
-
-def _waits(calls: CallColumns, lengths: np.ndarray) -> tuple[Waits, ...]:
-    """For each of ``lengths`` the waits of a conversation among ``calls``: that of the same rank by tokens.
-
-    Ranks, because noPR's calls do not say which sample of which group they belong to.
-    """
-    left, begin, back = calls.between_turns()
-    waited = dict(zip(left.tolist(), (back - begin).tolist(), strict=True))
-    if not waited:
-        return ()
-    made: dict[str, int] = {}
-    waits: dict[str, list[tuple[int, float]]] = {}
-    tokens, names = (calls.column(name).tolist() for name in ("tokens", "sample"))
-    for at in np.argsort(calls.column("start")).tolist():
-        name = names[at]
-        made[name] = made.get(name, 0) + tokens[at]
-        if at in waited:
-            waits.setdefault(name, []).append((made[name], waited[at]))
-    ranked = sorted(made, key=made.__getitem__)
-    found: list[Waits] = [()] * lengths.size
-    for rank, at in enumerate(np.argsort(lengths.ravel(), kind="stable").tolist()):
-        name = ranked[rank * len(ranked) // lengths.size]
-        found[at] = tuple((by / max(1, made[name]), seconds) for by, seconds in waits.get(name, ()))
-    return tuple(found)
+    return LengthTrace(lengths, round(float(np.median(list(prompts.values())))) if prompts else 0)
 
 
 def lognormal(

@@ -1,8 +1,7 @@
 """Forecasts of policies and overlaps before anything runs, from response lengths and an engine curve.
 
 Lengths and curve come from a run's own files (``--run``; a noPR run shows the engine under every load), or lengths from a
-distribution and the curve from a preset. ``--validate`` replays finished runs with their own lengths, and compares the
-simulated times with the measured ones.
+distribution and the curve from a preset. ``tests/studies/replay.py`` compares simulated times with measured ones.
 """
 
 from __future__ import annotations
@@ -24,15 +23,11 @@ from recipe.partial_rollout.config.sections import Scheduling
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, default_of
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
-from recipe.partial_rollout.tools.plan_table import Option, advice, of_default_policy, plan_table
+from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
-from recipe.partial_rollout.tools.replay import replay, replay_table
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
-
-TOLERANCE = 0.15
-"""largest relative error of a validated forecast"""
 
 
 def _overlap(text: str) -> float:
@@ -61,16 +56,12 @@ def _parser() -> argparse.ArgumentParser:
             "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
-            "--validate outputs/quickstart/noPR outputs/quickstart/PR",
             more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
-            "every load), or from --lognormal and --curve. --validate replays finished runs instead and compares the "
-            "simulated rollout time with the measured one. Exit code: 1 if a replay is off by more than "
-            f"{100 * TOLERANCE:g}%, 2 if input is missing.",
+            "every load), or from --lognormal and --curve. Exit code: 2 if input is missing.",
         )
     )
     _add_inputs(parser)
     _add_schedules(parser)
-    parser.add_argument("--validate", type=Path, nargs="+", metavar="RUN", help="replay these runs instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
 
@@ -148,36 +139,30 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan, or the validation; exit code 1 if a validated forecast is off, 2 if input is missing."""
+    """Print the plan; exit code 2 if input is missing."""
     options = _parser().parse_args(arguments)
     try:
-        return _validate(options) if options.validate else _plan(options)
+        _plan(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}")
         return 2
+    return 0
 
 
-# -- plan --------------------------------------------------------------------------------------------------------------
-
-
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> None:
     run_record = load_run(options.run_directory) if options.run_directory else None
     lengths, cluster, settings = _inputs(options, run_record)
     if options.save_curve:
         options.save_curve.write_bytes(msgspec.json.format(msgspec.json.encode(cluster.curve)))
-    seats = replace(cluster, release_after_s=0.0)
-    base = forecast(baseline(settings), seats, lengths, rounds=options.rounds)
+    base = forecast(baseline(settings), cluster, lengths, rounds=options.rounds)
     plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
     print(f"\n{advice(plans, settings.max_staleness)}")
-    if lengths.tools:
-        print(_tools_line(options, of_default_policy(plans[1:]), settings, cluster, lengths))
     print(f"\n{_curve_source(options.curve)}")
     figures = {"curve": structs.asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
 
 
 def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, Cluster, PartialRolloutConfig]:
@@ -208,12 +193,8 @@ def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[Leng
     bound = options.max_staleness if options.max_staleness is not None else _bound_of(record)
     settings = PartialRolloutConfig(batch_groups=batch, samples_per_group=n, overlap=0.0, max_staleness=bound)
     curve = _curve(options.curve, record)
-    replicas, slots = (
-        size("replicas", run and run.replicas),
-        size("slots", run and run.slots_per_replica),
-    )
-    released = default_of("tools.release_after_s")
-    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv, release_after_s=released), settings
+    replicas, slots = size("replicas", run and run.replicas), size("slots", run and run.slots_per_replica)
+    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv), settings
 
 
 def _bound_of(record: RunRecord | None) -> int:
@@ -252,29 +233,6 @@ def _options(
             yield Option(str(scheduling.policy), overlap, scheduling.overtake, made)
 
 
-def _tools_line(
-    options: argparse.Namespace,
-    plans: list[Option],
-    settings: PartialRolloutConfig,
-    cluster: Cluster,
-    lengths: LengthTrace,
-) -> str:
-    """What it gains to give slots away in tool calls."""
-    gains = []
-    for plan in plans:
-        scheduling = Scheduling(SchedulingPolicy(plan.policy), plan.overtake)
-        sized = replace(settings, overlap=plan.overlap, scheduling=scheduling)
-        held = replace(cluster, release_after_s=math.inf)
-        slow = forecast(sized, held, lengths, rounds=options.rounds)
-        gains.append(
-            f"{plan.forecast.trained_tokens_per_s / slow.trained_tokens_per_s:.2f} at overlap {plan.overlap:g}"
-        )
-    return (
-        f"tools: {lengths.mean_tool_s:.2f} s of a sample; giving slots away in calls of more than "
-        f"{cluster.release_after_s:g} s speeds up the rollout by {', '.join(gains)} (against tools.release_after_s=inf)"
-    )
-
-
 def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
     curve = cluster.curve
     load = min(cluster.slots_per_replica, 128)
@@ -284,15 +242,3 @@ def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
         f"context ({curve.tokens_per_s(load):,.0f} tokens/s at {load} with short ones), "
         f"{cluster.replicas} x {cluster.slots_per_replica} slots\n"
     )
-
-
-def _validate(options: argparse.Namespace) -> int:
-    replays = [replay(load_run(directory)) for directory in options.validate]
-    print(replay_table(replays).console())
-    worst = max(replays, key=lambda r: abs(r.ratio - 1))
-    passed = abs(worst.ratio - 1) <= TOLERANCE
-    verdict = "within" if passed else "NOT within"
-    print(f"\nfarthest off: {worst.name}, forecast {worst.ratio:.2f} of what it took ({verdict} {TOLERANCE:.0%})")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in replays], indent=2) + "\n")
-    return 0 if passed else 1

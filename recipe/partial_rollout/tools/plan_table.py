@@ -56,7 +56,7 @@ def plan_table(plans: list[Option]) -> Table:
     return Table.of("Forecast of the rollout", plans, columns)
 
 
-def of_default_policy(options: list[Option]) -> list[Option]:
+def _of_default_policy(options: list[Option]) -> list[Option]:
     """Those of ``options``, at least one, with the default policy and limit on overtaking, or else with the first ones."""
     policies = [plan.policy for plan in options]
     policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
@@ -78,7 +78,7 @@ def advice(plans: list[Option], bound: int) -> str:
     if not options:
         tested = ", ".join(f"{policy} up to {overlap:g}" for policy, overlap in TESTED.items())
         return f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested ({tested})"
-    rows = {plan.overlap: plan for plan in of_default_policy(options)}
+    rows = {plan.overlap: plan for plan in _of_default_policy(options)}
     policy, overtake = next((plan.policy, plan.overtake) for plan in rows.values())
     speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
     overlap = smallest_worthwhile(speeds, MIN_GAIN)

@@ -188,9 +188,6 @@ class Cluster:
     slots_per_replica: int
     keeps_kv: bool = False
     """whether interrupted samples keep their keys and values (``partial_rollout.resume_kv=keep``)"""
-    release_after_s: float = 0.0
-    """seconds of a tool call after which its sample's slot goes to another (``partial_rollout.tools.release_after_s``);
-    0 under noPR, whose requests alone hold seats"""
 
     def full_tokens_per_s(self, samples: int, context: float) -> float:
         """Tokens/s of all replicas while ``samples`` with ``context`` tokens each run, or fewer for want of slots."""

@@ -5,12 +5,10 @@ The real ``PromptsManager`` decides, a model of the engine decodes.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import numpy as np
 
@@ -22,17 +20,9 @@ from recipe.partial_rollout.manager.types import Progress, Segment
 from recipe.partial_rollout.records.figures import spread
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster
 from recipe.partial_rollout.tools.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.tools.planner.samples import LengthTrace, PlayedSample, PlayedSamples, TrainedBatch
+from recipe.partial_rollout.tools.planner.samples import LengthTrace, PlayedSamples, TrainedBatch
 
 _WORKER = "simulation"
-
-
-class _Tool(IntEnum):
-    """What happens to a tool call; at one moment in this order."""
-
-    IS_LATE = 0
-    """its sample gives its slot to another"""
-    RETURNS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +59,6 @@ class Simulation:
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
         self._now = 0.0
-        self._tools: list[tuple[float, _Tool, str]] = []
-        """heap of what becomes of samples in tools: moment, event, id"""
-        self._away: set[str] = set()
-        """samples in tools that have left their slot"""
 
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
         """The next ``count`` rounds; fewer if the data runs out."""
@@ -83,8 +69,7 @@ class Simulation:
 
     def _round(self) -> SimulatedRound:
         self._replicas = [ReplicaModel(self._cluster.curve) for _ in range(self._cluster.replicas)]
-        # The clock starts again with each round, and no time passes between rounds.
-        self._tools = [(moment - self._now, event, sample_id) for moment, event, sample_id in self._tools]
+        # The clock starts again with each round.
         self._now = 0.0
         self._begin()
         self._decode()
@@ -105,49 +90,23 @@ class Simulation:
         """Decode until the batch is complete."""
         while not self._manager.round_complete():
             busy = min(self._replicas, key=ReplicaModel.next_end)
-            end, tool = busy.next_end(), self._tools[0][0] if self._tools else math.inf
-            assert min(end, tool) < math.inf, "no sample is in a replica or a tool, and the batch is not complete"
-            if tool < end:
-                self._now = max(self._now, tool)
-                self._run_tool()
-            else:
-                for sample_id in busy.run_to_event():
-                    self._end_turn(sample_id, busy.clock)
-                self._now = busy.clock
+            assert busy.next_end() < math.inf, "no sample is in a replica, and the batch is not complete"
+            for sample_id in busy.run_to_event():
+                self._finish(sample_id)
+            self._now = busy.clock
             self._manager.admit()
             self._claim()
 
-    def _end_turn(self, sample_id: str, clock: float) -> None:
-        tool_s = self.samples.live[sample_id].end_turn(self._manager.version)
-        if tool_s is None:
-            self._manager.finish(sample_id, self.samples.end(sample_id, self._manager.version))
-            return
-        heapq.heappush(self._tools, (clock + tool_s, _Tool.RETURNS, sample_id))
-        if tool_s > self._cluster.release_after_s:
-            heapq.heappush(self._tools, (clock + self._cluster.release_after_s, _Tool.IS_LATE, sample_id))
-
-    def _run_tool(self) -> None:
-        _, event, sample_id = heapq.heappop(self._tools)
-        if event is _Tool.IS_LATE:
-            self._manager.leave(sample_id)
-            self._away.add(sample_id)
-        elif sample_id in self._away:
-            self._away.remove(sample_id)
-            self._manager.interrupt(sample_id)
-        else:
-            self._run_on(self.samples.live[sample_id], resumed=True)
+    def _finish(self, sample_id: str) -> None:
+        self._manager.finish(sample_id, self.samples.end(sample_id, self._manager.version))
 
     def _claim(self) -> None:
+        """Start what is granted, each sample at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
             sample, resumed = self.samples.start(grant)
-            self._run_on(sample, resumed=resumed)
-
-    def _run_on(self, sample: PlayedSample, *, resumed: bool) -> None:
-        """Run it at the replica that has the fewest."""
-        replica = min(self._replicas, key=len)
-        replica.advance(self._now)
-        cached = self._cluster.keeps_kv or sample.cached_by == self._manager.version
-        replica.add(sample.engine, reads=not (resumed and cached))
+            replica = min(self._replicas, key=len)
+            replica.advance(self._now)
+            replica.add(sample.engine, reads=not (resumed and self._cluster.keeps_kv))
 
     def _interrupt_all(self) -> None:
         for replica in self._replicas:
@@ -156,7 +115,7 @@ class Simulation:
                     self._interrupt(decoding.id)
                 else:
                     # The step that the interruption completes has made the last token.
-                    self._end_turn(decoding.id, replica.clock)
+                    self._finish(decoding.id)
         self.samples.end_version(self._manager.version)
         self._now = max(replica.clock for replica in self._replicas)
 

@@ -1,18 +1,14 @@
-"""The samples of a simulation: their lengths and waits for tools (of a run, or drawn), and the versions of their tokens."""
+"""The samples of a simulation: their lengths, of a run or drawn, and the versions of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import Grant, Prompt, SampleOutput, TakenGroup
 from recipe.partial_rollout.tools.planner.replica_model import Decoding
-
-Waits = tuple[tuple[float, float], ...]
-"""a sample's tool calls: the share of its tokens that it has made by then, and the seconds that it waits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +18,6 @@ class LengthTrace:
     groups: np.ndarray
     """int [groups, samples of a group], tokens"""
     prompt_tokens: int = 0
-    tools: tuple[Waits, ...] = ()
-    """for each sample of each group in turn; empty: none calls tools"""
 
     def __post_init__(self) -> None:
         if self.groups.ndim != 2 or not self.groups.size or self.groups.min() < 1:
@@ -42,16 +36,6 @@ class LengthTrace:
         """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
         return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
 
-    @property
-    def mean_tool_s(self) -> float:
-        """Mean seconds of a sample in tools."""
-        return sum(seconds for waits in self.tools for _, seconds in waits) / self.groups.size
-
-    def of_group(self, at: int) -> list[tuple[int, Waits]]:
-        """Length and waits of each sample of a group."""
-        n = self.samples_per_group
-        return list(zip(self.groups[at].tolist(), self.tools[at * n : at * n + n] or [()] * n, strict=True))
-
     def replay(self) -> Iterator[int]:
         """Indices of the groups in order, over and over."""
         while True:
@@ -68,11 +52,6 @@ class LengthTrace:
 class PlayedSample:
     length: int
     engine: Decoding
-    """its present turn"""
-    later: list[tuple[float, int]] = field(default_factory=list)
-    """seconds of the tool call before each later turn, and the turn's tokens; the next turn last"""
-    cached_by: int | None = None
-    """version under which it ended its last turn"""
     first_version: int | None = None
     """version that decoded its first token"""
     made_before: int = 0
@@ -81,20 +60,9 @@ class PlayedSample:
     token_versions: int = 0
     """sum over its tokens of the version that made each"""
 
-    @classmethod
-    def of(cls, sample_id: str, order: int, prompt_tokens: int, length: int, waits: Waits) -> PlayedSample:
-        """A sample that has not begun; its turns have a token at least, so calls at one token are one."""
-        calls: dict[int, float] = {}
-        for share, seconds in waits if length > 1 else ():
-            at = min(max(1, round(share * length)), length - 1)
-            calls[at] = calls.get(at, 0.0) + seconds
-        bounds = [*sorted(calls), length]
-        later = [(calls[at], end - at) for at, end in pairwise(bounds)]
-        return cls(length, Decoding(sample_id, prompt_tokens, bounds[0], order), later[::-1])
-
     @property
     def made(self) -> int:
-        return self.length - self.engine.left - sum(tokens for _, tokens in self.later)
+        return self.length - self.engine.left
 
     @property
     def made_now(self) -> int:
@@ -106,14 +74,6 @@ class PlayedSample:
         if self.first_version is None and self.made:
             self.first_version = version
         self.token_versions += version * self.made_now
-
-    def end_turn(self, version: int) -> float | None:
-        """Seconds of the tool call that follows the turn just made under ``version``; None if it was the last."""
-        if not self.later:
-            return None
-        seconds, self.engine.left = self.later.pop()
-        self.cached_by = version
-        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +113,8 @@ class PlayedSamples:
         self._lengths = lengths
         self._order = lengths.replay() if seed is None else lengths.draw(seed)
         self._groups = groups
-        self._left: dict[str, list[tuple[int, Waits]]] = {}
-        """for each group offered and not trained: length and waits of its samples that have not started, last first"""
+        self._left: dict[str, list[int]] = {}
+        """for each group offered and not trained: lengths of its samples that have not started, last first"""
         self.live: dict[str, PlayedSample] = {}
         """samples that started and are not trained, by id"""
         self.dispatched: list[np.ndarray] = []
@@ -174,9 +134,9 @@ class PlayedSamples:
         count = wanted if self._groups is None else min(wanted, self._groups - first)
         prompts = [Prompt(f"0/{i}", {}) for i in range(first, first + count)]
         for prompt in prompts:
-            at = next(self._order)
-            self.dispatched.append(self._lengths.groups[at])
-            self._left[prompt.uid] = self._lengths.of_group(at)[::-1]
+            lengths = self._lengths.groups[next(self._order)]
+            self.dispatched.append(lengths)
+            self._left[prompt.uid] = lengths.tolist()[::-1]
         return prompts
 
     def start(self, grant: Grant) -> tuple[PlayedSample, bool]:
@@ -184,8 +144,8 @@ class PlayedSamples:
         known = self.live.get(grant.sample_id)
         if known is not None:
             return known, True
-        left = self._left[grant.group_uid].pop()
-        sample = PlayedSample.of(grant.sample_id, grant.order, self._lengths.prompt_tokens, *left)
+        length = self._left[grant.group_uid].pop()
+        sample = PlayedSample(length, Decoding(grant.sample_id, self._lengths.prompt_tokens, length, grant.order))
         self.live[grant.sample_id] = sample
         return sample, False
 

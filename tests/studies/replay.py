@@ -1,10 +1,13 @@
-"""Replays a finished run: its own lengths, in the order of its data, on a curve fitted to its own calls.
+"""``python -m tests.studies.replay RUN...``: how far the planner's forecasts are from finished runs.
 
-Any remaining difference is the simulation's: how rounds fill, end and carry over, and what the model leaves out.
+A run is replayed with its own lengths, in the order of its data, on a curve fitted to its own calls. Any remaining
+difference is the simulation's: how rounds fill, end and carry over, and what the model leaves out. Exit code 1: a forecast
+is off by more than ``TOLERANCE``.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +18,11 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.tools.lengths import of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
 from recipe.partial_rollout.tools.planner.rounds import Simulation, baseline
-from recipe.partial_rollout.tools.run_record import RunRecord
+from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.table import Table
+
+TOLERANCE = 0.15
+"""largest relative error of a forecast"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,7 @@ def replay(run: RunRecord) -> Replay:
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
     curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
-    release_after_s = settings.tools.release_after_s if settings.enable else 0.0
-    kept = settings.resume_kv == "keep"
-    cluster = Cluster(curve, run.settings.replicas, settings.slots_per_replica, kept, release_after_s)
+    cluster = Cluster(curve, run.settings.replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
     simulation = Simulation(settings, cluster, of_run(run), seed=None, groups=groups)
@@ -92,3 +96,14 @@ def replay_table(replays: list[Replay]) -> Table:
         ("forecast", lambda r: f"{r.forecast_staleness:.2f} / {r.forecast_staleness_max}"),
     )
     return Table.of("Runs, and what the simulation says of them", replays, columns)
+
+
+def main(directories: list[str]) -> int:
+    """Print the table; the exit code of the module docstring."""
+    replays = [replay(load_run(Path(directory))) for directory in directories]
+    print(replay_table(replays).console())
+    return int(any(abs(each.ratio - 1) > TOLERANCE for each in replays))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
