@@ -1,6 +1,7 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, de
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
+RECORDED = Path(__file__).parents[1] / "studies/results/smollm_noPR"
 MOMENTS = st.integers(0, 30)
 SPANS = st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted).map(tuple), max_size=8)
 
@@ -98,6 +100,69 @@ def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
     comparison = compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds, "metrics": drifts})
     (warning,) = (line for line in comparison.warnings if "drifted" in line)
     assert warning.startswith("PR drifted") and "at step 9, 11:" in warning
+
+
+# -- the table of runs ---------------------------------------------------------------------------------------------------
+
+
+def validated(*sources, at, steps=3, k=8):
+    """Metrics of a run that validates at a step, as verl logs them."""
+    found = {}
+    for value, source in enumerate(sources, 1):
+        key = f"val-core/{source}/acc"
+        found |= {f"{key}/mean@{k}": value / 10, f"{key}/best@{k}/mean": value / 5, f"{key}/best@{k}/std": 0.01}
+        found |= {f"{key}/maj@{k}/mean": value / 8, f"val-aux/{source}/reward/mean@{k}": 9.0}
+    timers = {"timing_s/step": 600.0, "timing_s/gen": 10.0}
+    return {
+        step: {**timers, **(found | {"timing_s/testing": 1260.0} if step == at else {})} for step in range(steps + 1)
+    }
+
+
+def runs_table(comparison, title="Runs"):
+    (table,) = [table for table in tables(comparison) if table.title == title]
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+
+
+def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
+    rounds = default_rounds(steps=3)
+    runs = [
+        build_run(tmp_path / "a", rounds=rounds, metrics=validated("math", at=3), trainer="fsdp2"),
+        build_run(tmp_path / "b", rounds=rounds, metrics=validated("math", at=2), arm="PR", complete=False),
+        build_run(tmp_path / "c", rounds=rounds, arm="PR", mode="april", placement="separate"),
+    ]
+    first, second, third = runs_table(compare(list(map(load_run, runs))))
+    assert first == {
+        "run": "a", "mode": "noPR", "trainer, engine": "fsdp2, vLLM 0.0, in turn", "steps": "3", "time, h:mm": "0:51",
+        "mean@k": "0.100 @8", "best@k": "0.200 @8", "maj@k": "0.125 @8", "at step": "3", "empty slots": "50.0%",
+        "staleness, mean / p95 / max": "0.00 / 0 / 0",
+    }  # fmt: skip
+    assert (second["mode"], second["steps"], second["at step"]) == ("PR, window", "3 so far", "2")
+    assert (third["mode"], third["trainer, engine"]) == ("PR, april", "-, vLLM 0.0, separate")
+    assert third["mean@k"] == third["at step"] == "-"
+    # In every form that is saved.
+    assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    assert "0.100 @8" in capsys.readouterr().out
+    assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.100 @8 |" in (tmp_path / "out/report.md").read_text()
+    assert "<td>0.100 @8</td>" in (tmp_path / "out/report.html").read_text()
+    report = json.loads((tmp_path / "out/report.json").read_text())["runs"]["a"]
+    assert report["validation"] == {
+        "step": 3, "scores": {"mean@8": {"math/acc": 0.1}, "best@8": {"math/acc": 0.2}, "maj@8": {"math/acc": 0.125}}
+    }  # fmt: skip
+    assert (report["total_s"], report["steps"], report["run"]["mode"]) == (3060, 3, "window")
+
+
+def test_several_validation_sets_have_a_table_of_their_own(tmp_path):
+    metrics = validated("aime24", "math500", at=3)
+    comparison = compare([load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=3), metrics=metrics))])
+    assert runs_table(comparison)[0]["mean@k"] == "0.150 @8"
+    by_source = runs_table(comparison, "Last validation, by data source")
+    assert [row[""] for row in by_source if "mean" in row[""]] == ["aime24/acc, mean@8", "math500/acc, mean@8"]
+    assert by_source[2] == {"": "aime24/acc, mean@8", "noPR": "0.100"}
+
+
+def test_recorded_run_on_a_real_model_is_a_line_too():
+    line = runs_table(compare([load_run(RECORDED)]))[0]
+    assert (line["mode"], line["steps"], line["time, h:mm"], line["mean@k"]) == ("noPR", "12", "0:11", "-")
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
     """version"""
     overtake: float | None = None
     """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
+    trainer: str = ""
+    """strategy of verl's actor: fsdp, fsdp2, megatron; "": an earlier version of the recipe did not note it"""
     placement: str = "colocated"
     """``partial_rollout.placement``"""
     epoch_prompts: Positive

@@ -21,6 +21,8 @@ class Table:
     """The first column is text, the others are figures."""
     notes: list[str] = field(default_factory=list)
     """What each row is; shown by the HTML report only."""
+    about: list[str] = field(default_factory=list)
+    """What each column is, in a sentence; shown below the table, by the HTML report only."""
 
     @classmethod
     def of(cls, title: str, rows: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Self:

@@ -143,7 +143,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             response=rollout.response_length,
         )
         print(slots.describe())
-        return self.session.open(control, slots, self.actor_rollout_wg.workers, self.config.trainer.experiment_name)
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        name = self.config.trainer.experiment_name
+        return self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""

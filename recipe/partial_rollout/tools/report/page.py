@@ -70,7 +70,7 @@ def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
 
 
 def table_html(table: Table) -> str:
-    """The table with its notes, each below the label of its row."""
+    """The table with its notes: of a row below its label, of columns below the table."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.header)
     notes = table.notes or [""] * len(table.rows)
     rows = []
@@ -80,7 +80,9 @@ def table_html(table: Table) -> str:
             f"<tr><td>{html.escape(label)}{small}</td>{''.join(f'<td>{html.escape(c)}</td>' for c in cells)}</tr>"
         )
     body = "\n".join(rows)
-    return f'<h2>{html.escape(table.title)}</h2>\n<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    about = f'\n<p class="note">{html.escape(" ".join(table.about))}</p>' if table.about else ""
+    whole = f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    return f"<h2>{html.escape(table.title)}</h2>\n{whole}{about}"
 
 
 def _warnings(warnings: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,24 @@ _BIAS = (
 )
 
 
+_SCORE = re.compile(r"val-core/(.+)/(mean|best|maj)@(\d+)(?:/mean)?")
+"""verl's core metric of a data source: of the last two kinds the mean over its draws of k of the responses"""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """verl's core metrics of a validation, accuracies where the reward function gives some."""
+
+    step: int
+    scores: dict[str, dict[str, float]]
+    """`mean@4`, `best@4`, `maj@4` -> `SOURCE/VARIABLE` -> value"""
+
+    def shown(self, kind: str) -> str:
+        """Of ``mean``, ``best`` or ``maj``: its mean over the sources, and k."""
+        found = [(name, by_source) for name, by_source in self.scores.items() if name.startswith(f"{kind}@")]
+        return ", ".join(f"{statistics.fmean(by.values()):.3f} {name[len(kind) :]}" for name, by in found) or "-"
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Those with a ``Row`` stand in the table of figures, in this order.
@@ -73,7 +92,14 @@ class Summary:
     step_s: float
     phases_s: dict[str, float]
     """By verl's timer name; `other` is what no listed timer covers."""
-    steps: Annotated[int, Row("steps", units.count, "Training steps that have both a round and timers.")]
+    total_s: float
+    """Steps and validations between them, without the pauses of a resumed run."""
+    validation: Validation | None
+    """The last one."""
+    steps: int
+    """Those that have both a round and timers."""
+    bubble_fraction: float | None
+    staleness: Spread | None
     trained_groups: Annotated[int, Row("trained groups", units.count, "Prompts trained, each with all its samples.")]
     trained_tokens: Annotated[
         int, Row("trained tokens", units.count, "Tokens that the model generated in trained samples.", compared=True)
@@ -167,22 +193,6 @@ class Summary:
             compared=True,
         ),
     ]
-    bubble_fraction: Annotated[
-        float | None,
-        Row(
-            "empty slots in rollout (bubble)",
-            units.share,
-            "Share of the slots that a full batch fills which stood empty, averaged over rollout time.",
-        ),
-    ]
-    staleness: Annotated[
-        Spread | None,
-        Row(
-            "staleness, mean / p95 / max",
-            units.spread,
-            "Policy versions from a trained sample's first token to the update that trains it.",
-        ),
-    ]
     off_policy_token_fraction: Annotated[
         float | None,
         Row(
@@ -274,6 +284,18 @@ def _mean_reward(steps: Sequence[Step]) -> float | None:
     return statistics.fmean(rewards) if rewards else None
 
 
+def _validation(run: RunRecord) -> Validation | None:
+    for step in reversed(run.steps):
+        scores: dict[str, dict[str, float]] = {}
+        for key, value in step.metrics.items():
+            if found := _SCORE.fullmatch(key):
+                source, kind, k = found.groups()
+                scores.setdefault(f"{kind}@{k}", {})[source] = value
+        if scores:
+            return Validation(step.number, scores)
+    return None
+
+
 def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
     spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
     spent["other"] = step_s - (sum(spent.values()) - spent["testing"])
@@ -297,6 +319,8 @@ def summarize(run: RunRecord) -> Summary:
         train_s=step_s - gen_s,
         step_s=step_s,
         phases_s=_phases(run, step_s),
+        total_s=step_s + sum(step.seconds("testing") for step in run.steps),
+        validation=_validation(run),
         steps=len(run.steps),
         trained_groups=len(groups),
         trained_tokens=tokens,

@@ -1,7 +1,9 @@
 """The report as text: markdown for the file, aligned columns for the console."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side, facts_of
 from recipe.partial_rollout.tools.report.findings import cautions, findings
@@ -10,9 +12,6 @@ from recipe.partial_rollout.tools.table import Table
 
 SETTINGS = {
     "experiment": "trainer.experiment_name",
-    "arm": "noPR: verl's synchronous rollout. PR: partial rollout.",
-    "placement": "Whether engines and trainer take turns or have devices of their own: partial_rollout.placement.",
-    "mode": "How many prompts may be in flight, and since when: partial_rollout.mode.",
     "policy": "Which samples get slots first: partial_rollout.scheduling.policy.",
     "overtake": "How far a group may overtake an older one, as a share of a batch: partial_rollout.scheduling.overtake.",
     "max_staleness": "Bound on staleness, in policy versions.",
@@ -22,10 +21,41 @@ SETTINGS = {
     "slots_per_replica": "Samples that one replica runs at a time.",
     "full_concurrency": "Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger.",
     "verl": "Its version.",
-    "vllm": "Its version.",
-    "complete": "Whether the training reached its end.",
 }
-"""Row of the table of runs, and what it is."""
+"""Row of the table of settings, and what it is."""
+
+
+RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
+    ("run", lambda side: side.name, "Its arm, or what its directory has in no other run's."),
+    ("mode", lambda side: _mode(side.run.settings), "noPR: verl's synchronous rollout; else partial_rollout.mode."),
+    (
+        "trainer, engine",
+        lambda side: _engines(side.run.settings),
+        "Strategy of verl's actor; vLLM; who shares devices.",
+    ),
+    ("steps", lambda side: _steps(side), "Those that have both a round and timers."),
+    ("time, h:mm", lambda side: units.hours(side.summary.total_s), "Of steps and validations, without pauses."),
+    *(
+        (f"{kind}@k", lambda side, kind=kind: _score(side, kind), means)
+        for kind, means in {
+            "mean": "Accuracy of the last validation, over data sources and k responses: verl's val-core.",
+            "best": "The best of k responses; verl has none where k is 1.",
+            "maj": "What most of k responses answer; only where the reward function returns `pred`.",
+        }.items()
+    ),
+    ("at step", lambda side: _validated(side), "Of that validation."),
+    (
+        "empty slots",
+        lambda side: units.share(side.summary.bubble_fraction),
+        "Share of the slots that a full batch fills which stood empty (the bubble), over rollout time.",
+    ),
+    (
+        "staleness, mean / p95 / max",
+        lambda side: units.spread(side.summary.staleness),
+        "Policy versions from a trained sample's first token to the update that trains it.",
+    ),
+)
+"""Columns of the table of runs: what each is called, its cell, and what it is."""
 
 
 def report_markdown(comparison: Comparison, pictures: Sequence[str]) -> str:
@@ -54,7 +84,60 @@ def report_console(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The tables of a report; each row has a note that says what it is."""
-    return [_figures(comparison), _phases(comparison), _settings(comparison)]
+    validations = [_validations(comparison)] if _sources(comparison) else []
+    return [_runs(comparison), *validations, _figures(comparison), _phases(comparison), _settings(comparison)]
+
+
+def _runs(comparison: Comparison) -> Table:
+    """A line a run."""
+    columns = [(name, cell) for name, cell, _ in RUN_COLUMNS]
+    return replace(Table.of("Runs", comparison.sides, columns), about=[f"{name}: {it}" for name, _, it in RUN_COLUMNS])
+
+
+def _mode(settings: RunSettings) -> str:
+    return str(settings.arm) if settings.arm is Arm.NOPR else f"{settings.arm}, {settings.mode}"
+
+
+def _engines(settings: RunSettings) -> str:
+    shared = "separate" if settings.separate else "in turn"
+    return f"{settings.trainer or units.UNKNOWN}, vLLM {settings.vllm}, {shared}"
+
+
+def _steps(side: Side) -> str:
+    return f"{units.count(side.summary.steps)}{'' if side.run.complete else ' so far'}"
+
+
+def _score(side: Side, kind: str) -> str:
+    return side.summary.validation.shown(kind) if side.summary.validation else units.UNKNOWN
+
+
+def _validated(side: Side) -> str:
+    return units.count(side.summary.validation.step if side.summary.validation else None)
+
+
+def _sources(comparison: Comparison) -> dict[str, set[str]]:
+    """Kinds of score by data source, of runs that validate several."""
+    found: dict[str, set[str]] = {}
+    for side in comparison.sides:
+        for kind, by_source in (side.summary.validation.scores if side.summary.validation else {}).items():
+            for source in by_source:
+                found.setdefault(source, set()).add(kind)
+    return found if len(found) > 1 else {}
+
+
+def _validations(comparison: Comparison) -> Table:
+    """A line for each data source and kind."""
+
+    def cell(side: Side, source: str, kind: str) -> str:
+        scores = side.summary.validation.scores if side.summary.validation else {}
+        return units.precise(scores.get(kind, {}).get(source))
+
+    rows = [
+        [f"{source}, {kind}", *(cell(side, source, kind) for side in comparison.sides)]
+        for source, kinds in sorted(_sources(comparison).items())
+        for kind in sorted(kinds)
+    ]
+    return Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)
 
 
 def _header(comparison: Comparison, *after_value: str) -> list[str]:
@@ -114,4 +197,4 @@ def _share_of_step(name: str, side: Side) -> tuple[str, str]:
 def _settings(comparison: Comparison) -> Table:
     facts = [facts_of(side.run) for side in comparison.sides]
     rows = [[name, *(str(each[name]) for each in facts)] for name in SETTINGS]
-    return Table("Runs", ["", *(side.name for side in comparison.sides)], rows, list(SETTINGS.values()))
+    return Table("Settings", ["", *(side.name for side in comparison.sides)], rows, list(SETTINGS.values()))

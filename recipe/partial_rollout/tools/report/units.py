@@ -11,6 +11,12 @@ def seconds(value: float | None) -> str:
     return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.1f} s" if abs(value) >= 1 else f"{value * 1000:.0f} ms"
 
 
+def hours(value: float) -> str:
+    """Of seconds, as `h:mm`."""
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours}:{minutes:02}"
+
+
 def kilo_seconds(value: float | None) -> str:
     """Of a thousand, from the seconds of one."""
     return seconds(None if value is None else 1000 * value)
