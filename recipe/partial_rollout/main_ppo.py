@@ -30,7 +30,6 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
     OVERLONG,
-    check_keys,
     register_keys,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -86,9 +85,7 @@ def prepare(config: DictConfig) -> None:
     from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved
     from recipe.partial_rollout.training.trainer_config import choose_attention
 
-    values = resolved(config)
-    check_keys(values)
-    check_verl_keys(values)
+    check_verl_keys(resolved(config))
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)

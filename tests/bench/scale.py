@@ -24,8 +24,7 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 
-from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.manager.types import Prompt

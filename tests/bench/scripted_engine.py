@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.keys import defaults_of
-from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
+from recipe.partial_rollout.config.settings import FailureLimits, Placement, ToolCalls
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.report.command import main as report
 from tests.chaos.victim import processes_of_session

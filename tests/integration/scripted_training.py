@@ -10,9 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
 from recipe.partial_rollout.rollout.driver import Driver

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import ray
 
-from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.reading.run_log import read_log

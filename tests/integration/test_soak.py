@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from recipe.partial_rollout.config.choices import Placement
+from recipe.partial_rollout.config.settings import Placement
 from tests.integration.scripted_training import ScriptedTraining
 
 # Ray's workers cannot import a test module.

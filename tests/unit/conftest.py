@@ -14,8 +14,7 @@ from hypothesis import settings
 from omegaconf import base
 from ray._private import auto_init_hook
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment

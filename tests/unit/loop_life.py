@@ -17,7 +17,7 @@ from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.sections import FailureLimits, Scheduling, ToolCalls
+from recipe.partial_rollout.config.settings import FailureLimits, Scheduling, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve

@@ -12,9 +12,17 @@ import json
 
 import msgspec
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.run_log import Arm, Ended, Phase, Round, RunLog, RunSettings
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import (
+    Arm,
+    Ended,
+    EngineCall,
+    Phase,
+    RolloutPhase,
+    Round,
+    RunLog,
+    RunSettings,
+    TrainedGroup,
+)
 
 ZERO = 1_700_000_000.0
 SETTINGS = {

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from recipe.partial_rollout.config.sections import Deadlines, FailureLimits
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
 from recipe.partial_rollout.manager.types import SampleOutput
 
 

@@ -5,9 +5,16 @@ import re
 import msgspec
 import pytest
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.run_log import Begin, Checkpoint, Ended, Round, RunLog
-from recipe.partial_rollout.records.trained_group import prompt_identity
+from recipe.partial_rollout.records.run_log import (
+    Begin,
+    Checkpoint,
+    Ended,
+    EngineCall,
+    RolloutPhase,
+    Round,
+    RunLog,
+    prompt_identity,
+)
 from recipe.partial_rollout.tools.audit import audit, main
 from recipe.partial_rollout.tools.reading.run_log import read_log
 from recipe.partial_rollout.tools.run_record import load_run

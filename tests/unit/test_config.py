@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from transformers import AttentionInterface
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import FLAGS
+from recipe.partial_rollout.config.keys import ConfigError, declarations
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.inputs import check_critic
 from recipe.partial_rollout.preflight.settings_check import check_config
 
@@ -385,9 +385,10 @@ def test_without_partial_rollout_verls_own_choices_are_allowed(configure, overri
 @pytest.mark.parametrize(("word", "value"), [("no", False), ("Off", False), ("yes", True), ("True", True)])
 def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     # Hydra's command line hands "no" over as a string; a config file says False.
-    config = configure(*[f"partial_rollout.{key}={word}" for key in FLAGS])
+    flags = [declared.name for declared in declarations(PartialRolloutConfig) if declared.kind is bool]
+    config = configure(*[f"partial_rollout.{key}={word}" for key in flags])
     assert check_config(config).enable is value
-    assert {key: OmegaConf.select(config.partial_rollout, key) for key in FLAGS} == dict.fromkeys(FLAGS, value)
+    assert {key: OmegaConf.select(config.partial_rollout, key) for key in flags} == dict.fromkeys(flags, value)
 
 
 def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused(with_model):

@@ -7,9 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.config.choices import Mode
 from recipe.partial_rollout.config.keys import ConfigError, declarations, defaults_of, read
-from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig, check_keys
+from recipe.partial_rollout.config.settings import ROOT, Mode, PartialRolloutConfig
 from recipe.partial_rollout.tools.keys import FIRST, table, with_tables
 from recipe.partial_rollout.tools.keys import main as keys_tool
 
@@ -44,7 +43,7 @@ def test_no_file_of_conf_declares_a_key_of_its_own(composed_config):
     assert ROOT not in OmegaConf.load(main_ppo.CONF_DIR / "partial_rollout.yaml")
     for path in main_ppo.CONF_DIR.glob("*.yaml"):
         if "hydra:" in path.read_text():
-            check_keys(composed_config(path.stem))
+            PartialRolloutConfig.from_config(composed_config(path.stem))
     plain = composed_config("ppo_partial_rollout")
     assert OmegaConf.to_container(plain[ROOT]) == defaults_of(PartialRolloutConfig)
 

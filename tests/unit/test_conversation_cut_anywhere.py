@@ -12,7 +12,7 @@ import pytest
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.sections import ToolCalls
+from recipe.partial_rollout.config.settings import ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE

@@ -7,10 +7,8 @@ import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
-from recipe.partial_rollout.records.run_log import Round, RunLog
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, RunLog, TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.tools.run_record import load_run

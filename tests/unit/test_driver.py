@@ -8,12 +8,10 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.records.calls import EngineCall
-from recipe.partial_rollout.records.run_log import Phase
+from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining

@@ -2,8 +2,7 @@
 
 import pytest
 
-from recipe.partial_rollout.config.sections import FailureLimits
-from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.policies import common_value, missing
 from tests.unit.shared import begin
 

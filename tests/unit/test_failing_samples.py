@@ -21,8 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import extract_reward
 
-from recipe.partial_rollout.config.sections import FailureLimits
-from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer

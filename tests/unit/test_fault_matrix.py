@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
-from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Progress, Prompt, Segment

@@ -17,7 +17,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
-from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
 from recipe.partial_rollout.rollout import guard as guard_module

@@ -8,8 +8,8 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.sections import Deadlines
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.config.settings import Deadlines
+from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
 

@@ -15,9 +15,7 @@ from recipe.partial_rollout.checkpoint import lineage
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.calls import RolloutPhase
-from recipe.partial_rollout.records.run_log import Round
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run

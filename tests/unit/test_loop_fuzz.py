@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from verl.tools.function_tool import FunctionTool
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.worker.tool_journal import ToolError
 from tests.unit.loop_life import Life, output_of, play
 from tests.unit.shared import tool_schema

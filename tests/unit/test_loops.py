@@ -11,8 +11,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from tests.unit.loop_life import Life, output_of, play
 from tests.unit.shared import tool_schema
 

@@ -8,8 +8,7 @@ import asyncio
 import pytest
 
 from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.config.settings import FilterSettings, Mode
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Progress, PromptsWanted, Report, RolloutFailedError

@@ -24,16 +24,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
-from recipe.partial_rollout.config.sections import FailureLimits, Scheduling
-from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.admission import pacing_load
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Progress, Prompt, SampleState, Segment
-from recipe.partial_rollout.records.calls import RolloutPhase
-from recipe.partial_rollout.records.run_log import Ended, Round, RunLog
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import Ended, RolloutPhase, Round, RunLog, TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.runs import pr_settings
 from tests.unit.shared import output_of, settings_of

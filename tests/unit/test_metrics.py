@@ -6,9 +6,8 @@ import pytest
 from msgspec import structs
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.run_record import dealt
 

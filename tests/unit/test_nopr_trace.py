@@ -8,7 +8,7 @@ import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.config.sections import FailureLimits
+from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
+from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.partial_rollout.config.choices import Mode, SchedulingPolicy
+from recipe.partial_rollout.config.settings import Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.types import Progress
 from tests.unit.shared import begin
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase
 from recipe.partial_rollout.tools.reading.columns import union
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main

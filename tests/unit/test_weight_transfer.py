@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.manager.types import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.replicas import ServerControl

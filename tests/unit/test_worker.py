@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.config.sections import FailureLimits, ToolCalls
+from recipe.partial_rollout.config.settings import FailureLimits, ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Grant, Prompt, RolloutFailedError
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Correction, Mode, Placement, ResumeKV, SchedulingPolicy, TrustRegion
 from recipe.partial_rollout.config.keys import (
     declarations,
     defaults_of,
     fail,
-    flag,
     key,
     read,
     refuse_unknown,
     section,
 )
-from recipe.partial_rollout.config.sections import Deadlines, FailureLimits, Scheduling, ToolCalls
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -33,6 +31,191 @@ ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the overlong penalty of its dapo reward manager"""
+
+
+# -- words of keys -----------------------------------------------------------------------------------------------------
+
+
+class Choice(StrEnum):
+    """A word of the configuration. Members are declared as ``NAME = value, words``."""
+
+    words: str
+    """its meaning"""
+
+    def __new__(cls, value: str, words: str) -> Choice:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.words = words
+        return member
+
+
+class Mode(Choice):
+    """``partial_rollout.mode``."""
+
+    WINDOW = "window", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished or ready"
+    SSIM = "ssim", "the published supplementation: all through the round, up to `N * rollout.n` samples are unfinished"
+    APRIL = "april", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished"
+
+
+class Placement(Choice):
+    """``partial_rollout.placement``."""
+
+    COLOCATED = "colocated", "trainer and engines share the devices and take turns"
+    SEPARATE = (
+        "separate",
+        "engines have devices of their own and decode while the trainer updates "
+        "([docs/placement.md](../../docs/placement.md))",
+    )
+
+
+class SchedulingPolicy(Choice):
+    """``partial_rollout.scheduling.policy``."""
+
+    BOUNDED = (
+        "bounded",
+        "oldest first; carried groups before new prompts, then fewest unfinished samples, then shortest mean length",
+    )
+    SEED = "seed", "the published order: fewest unfinished samples, then shortest mean length, then least stale"
+
+
+class ResumeKV(Choice):
+    """``partial_rollout.resume_kv``."""
+
+    RECOMPUTE = "recompute", "prompt and tokens so far are prefilled again under the new weights"
+    KEEP = (
+        "keep",
+        "the keys and values of the old weights, where vLLM's prefix cache still has them; see "
+        "[docs/tuning.md](../../docs/tuning.md#keeping-the-kv-cache)",
+    )
+
+
+class Correction(Choice):
+    """``partial_rollout.correction``."""
+
+    DECOUPLED = "decoupled", "the loss weighs them by `pi_prox / pi_behav` (AReaL, arXiv:2505.24298, equation 5)"
+    NONE = "none", "they train as if the weights before the update had made them; for ablations, prints a warning"
+
+
+class TrustRegion(Choice):
+    """``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
+
+    AUTO = "auto", "`mask`; `none` where the loss has one ratio a sequence, or with `correction=none`"
+    NONE = "none", "as far as the updates take it"
+    MASK = (
+        "mask",
+        "tokens are masked whose `pi_theta / pi_behav` has left the bounds in the direction of their advantage",
+    )
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def seconds(default: float, words: str) -> float:
+    """A key in seconds, above 0."""
+    return key(default, words, above=0, unit="seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """``partial_rollout.scheduling``."""
+
+    policy: SchedulingPolicy = key(SchedulingPolicy.BOUNDED, "Which sample runs next.")
+    overtake: float | None = key(
+        None,
+        "How far a group may overtake an older one, as a share of N: a group is trained at most `floor(overtake * N)` "
+        "positions of the data ahead of a group that is not. A small share keeps the batches' lengths those of the data, "
+        "for more waiting. 0: prompts run and train in the order of the data, whatever the policy. `null`: no limit.",
+        at_least=0,
+    )
+
+    def positions(self, batch_groups: int) -> int | None:
+        """Most positions by which a trained group may be ahead of an unfinished one, N = ``batch_groups``; None: any.
+
+        >>> [Scheduling(overtake=share).positions(8) for share in (None, 0, 0.3)]
+        [None, 0, 2]
+        """
+        # A share written in decimals can fall short of a whole number by a rounding error.
+        return None if self.overtake is None else math.floor(self.overtake * batch_groups + 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """``partial_rollout.deadlines``: seconds after which a wait ends the run with an error."""
+
+    stall_s: float = seconds(
+        1800,
+        "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends. A "
+        "tool or reward within its own deadline is no stall.",
+    )
+    reward_s: float = seconds(300, "Seconds for one call of the reward function.")
+    interrupt_s: float = seconds(
+        60,
+        "Seconds for all replicas to become quiet, or to resume; for all samples to be collected, or granted, once the "
+        "trainer waits for it; for the outputs of a batch to be fetched; for a colocated reward model to wake up or sleep.",
+    )
+    weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """``partial_rollout.tools``."""
+
+    release_after_s: float = key(
+        0.1,
+        "Seconds without an engine call, whatever a sample awaits (a tool, its reward, a place in a sandbox), after which "
+        "it gives its slot to another, until it needs the engine again. `inf`: it keeps its slot.",
+        at_least=0,
+        unit="seconds",
+        word=math.inf,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimits:
+    """``partial_rollout.failures``: how much may go wrong before the run ends."""
+
+    sample_retries: int | None = key(
+        2,
+        "Retries, from its journal, of a sample whose agent loop or reward function raises, whose request vLLM refuses, or "
+        "that takes too long; then it is masked: its group trains without its tokens. `null`: the first failure ends the "
+        "run.",
+        at_least=0,
+    )
+    tool_timeout_s: float | None = key(
+        600,
+        "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "
+        "retry calls again, the tool says ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
+        above=0,
+        unit="seconds",
+    )
+    sample_timeout_s: float | None = key(
+        1200,
+        "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
+        "slot, the next round, the engine and the reward have deadlines of their own and do not count. In validation the "
+        "run ends. At least `tool_timeout_s`. `null`: no limit.",
+        above=0,
+        unit="seconds",
+    )
+    max_masked_fraction: float = key(
+        0.25,
+        "Share of a batch's samples that may be masked; above it the run ends.",
+        at_least=0,
+        share_of="the batch",
+    )
+    worker_restarts: int = key(
+        3,
+        "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals. Each of "
+        "verl's reward workers may be restarted as often.",
+        at_least=0,
+    )
+    replica_restarts: int = key(
+        1,
+        "vLLM replicas that may be restarted over the whole run, while others are alive (not run on a GPU).",
+        at_least=0,
+    )
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +331,17 @@ class PartialRolloutConfig:
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
         """From the whole hydra config, whose keys of verl's are ``preflight.settings_check``'s to check.
 
+        The recipe's flags become bools in ``config``, too: hydra hands words such as ``off`` over as strings.
+
         Raises:
-            ConfigError: a key of the recipe's is wrong; in one line.
+            ConfigError: a key of the recipe's is wrong, or does not exist; in one line.
         """
         rollout = config.actor_rollout_ref.rollout
+        refuse_unknown(cls, config[ROOT], ROOT)
         values = read(cls, config[ROOT], ROOT)
+        for name, value in values.items():
+            if isinstance(value, bool):
+                OmegaConf.update(config, f"{ROOT}.{name}", value)
         given = values["slots_per_replica"] is not None
         if not given:
             values["slots_per_replica"] = rollout.max_num_seqs
@@ -196,22 +385,6 @@ def register_keys() -> None:
     Every program calls it before it composes a config of conf/.
     """
     ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
-
-
-FLAGS = tuple(each.name for each in declarations(PartialRolloutConfig) if each.kind is bool)
-"""keys that are true or false"""
-
-
-def check_keys(config: DictConfig) -> None:
-    """Refuse keys of ``config.partial_rollout`` that do not exist, and make its flags bools in place.
-
-    Raises:
-        ConfigError: a key is unknown, or a flag is neither true nor false.
-    """
-    refuse_unknown(PartialRolloutConfig, config[ROOT], ROOT)
-    for name in FLAGS:
-        path = f"{ROOT}.{name}"
-        OmegaConf.update(config, path, flag(path, OmegaConf.select(config, path)))
 
 
 def default_of(name: str) -> Any:

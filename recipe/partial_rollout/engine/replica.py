@@ -23,7 +23,7 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from recipe.partial_rollout.config.choices import ResumeKV
+from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
 from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, tokens_made
 from recipe.partial_rollout.engine.kept_kv import salt_of

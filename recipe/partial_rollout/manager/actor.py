@@ -17,9 +17,9 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.output_store import RayObjects
@@ -37,9 +37,6 @@ from recipe.partial_rollout.manager.types import (
     VersionStart,
 )
 from recipe.partial_rollout.waits import FirstErrors, ToldError
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 logger = logging.getLogger(__name__)
 

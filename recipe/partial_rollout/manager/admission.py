@@ -29,13 +29,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from recipe.partial_rollout.config.choices import Mode
+from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig
 from recipe.partial_rollout.manager.groups import Groups
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 
 def in_time(births: Mapping[int | None, int], batch: Sequence[int | None], version: int, max_staleness: int) -> bool:

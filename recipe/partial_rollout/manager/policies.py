@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import SampleOutput, Segment
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.config.sections import FailureLimits
 
 RETRY_AFTER_S = 1.0
 """seconds before a sample's first retry; doubles with each further one"""

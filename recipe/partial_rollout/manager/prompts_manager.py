@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission, in_time
 from recipe.partial_rollout.manager.codec import capture, decode, encode
 from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
@@ -42,9 +43,6 @@ from recipe.partial_rollout.manager.types import (
     SampleState,
     TakenGroup,
 )
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.config.settings import PartialRolloutConfig
 
 _LIVE = (SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED)
 

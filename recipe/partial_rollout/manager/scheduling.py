@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
+from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 Key = tuple[float, ...]

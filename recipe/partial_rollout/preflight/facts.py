@@ -19,8 +19,7 @@ from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.workers.config import ActorConfig
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
-from recipe.partial_rollout.config.choices import Correction
-from recipe.partial_rollout.config.settings import OVERLONG, trainer_devices
+from recipe.partial_rollout.config.settings import OVERLONG, Correction, trainer_devices
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"

@@ -16,8 +16,15 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
-from recipe.partial_rollout.config.choices import Correction, Placement, ResumeKV, TrustRegion
-from recipe.partial_rollout.config.settings import OVERLONG, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import (
+    OVERLONG,
+    Correction,
+    Placement,
+    ResumeKV,
+    TrustRegion,
+    engine_devices,
+    trainer_devices,
+)
 from recipe.partial_rollout.preflight import facts
 from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.rule import (

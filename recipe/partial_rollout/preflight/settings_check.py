@@ -6,7 +6,7 @@ import sys
 
 from omegaconf import DictConfig
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, check_keys
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.inputs import check_model, find_tools, missing_inputs, missing_packages
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES, WARNINGS
@@ -19,9 +19,8 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
 
     Flags in ``config`` become bools, and paths of tools absolute.
     """
-    check_keys(config)
-    check_verl_keys(config)
     settings = PartialRolloutConfig.from_config(config)
+    check_verl_keys(config)
     import_libraries(config)
     check_rules(RULES, config)
     for warning in filter(None, (rule.refusal(config) for rule in WARNINGS)):

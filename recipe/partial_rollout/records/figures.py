@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.records.calls import RolloutPhase
+    from recipe.partial_rollout.records.run_log import RolloutPhase
 
 
 @dataclass(frozen=True, slots=True)

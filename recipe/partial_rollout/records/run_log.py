@@ -13,24 +13,162 @@ it begins the next, so each process can leave one torn line, its last. Times are
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct, structs
 
-from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.manager.types import FilteredGroup
-from recipe.partial_rollout.records.calls import RolloutPhase
-from recipe.partial_rollout.records.trained_group import Count, TrainedGroup, Uid
+from recipe.partial_rollout.config.settings import Placement
+from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup, position_of
 
 NAME, METRICS = "run.jsonl", "metrics.jsonl"
 """the run's files; the second is verl's log of the steps, ``{"step": int, "data": {...}}`` a line"""
 
+
+# -- engine calls and trained groups -----------------------------------------------------------------------------------
+
+
+class EngineCall(Struct, frozen=True, array_like=True, gc=False):
+    """One request to a replica, as its client saw it; in ``run.jsonl`` a list of the fields in their order.
+
+    >>> call = EngineCall("10.0.0.1:8000", start=0.0, end=10.0, tokens=40, version=3, queued_s=2.0)
+    >>> call.busy_from, call.tokens_within(0.0, 6.0)
+    (2.0, 20.0)
+    """
+
+    replica: str | int
+    """the load balancer's server id; in ``run.jsonl`` the replica's index"""
+    start: float
+    """unix seconds"""
+    end: float
+    tokens: int
+    """decoded by this call"""
+    version: int
+    """policy version that the replica held; -1 if it did not say"""
+    resumed_tokens: int = 0
+    """tokens that it prefilled again after an interruption, or after a tool; those still cached do not count"""
+    context_tokens: int = 0
+    """prompt and response tokens that it started from; 0 if not noted"""
+    queued_s: float = 0.0
+    """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not say"""
+    sample: str = ""
+    """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not noted"""
+    interrupted: bool = False
+    """whether the engine aborted it, so that the sample resumes with another call"""
+    earlier_tokens: int = 0
+    """of ``context_tokens``, those of the conversation's earlier turns, if it begins a turn: what it reads again"""
+    waited_s: float = 0.0
+    """seconds before ``start`` that its sample waited for a slot in an open round; 0 if not noted, and under noPR"""
+
+    @property
+    def busy_from(self) -> float:
+        """When it began to run in its engine (unix seconds); while it queues it makes no token and its slot is empty."""
+        return min(self.start + self.queued_s, self.end)
+
+    def tokens_within(self, start: float, end: float) -> float:
+        """Tokens made between ``start`` and ``end`` (unix seconds), assuming that it made them evenly once it ran."""
+        inside = min(self.end, end) - max(self.busy_from, start)
+        return self.tokens * max(0.0, inside) / (self.end - self.busy_from) if self.end > self.busy_from else 0.0
+
+
+class RolloutPhase(Struct, frozen=True):
+    """A time span from the start of a round until every replica is quiet, and its engine calls."""
+
+    start: float
+    """unix seconds"""
+    end: float
+    calls: Collection[EngineCall]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def column(self, name: str) -> np.ndarray:
+        """[call] attribute ``name`` of each"""
+        columns = getattr(self.calls, "column", None)
+        return columns(name) if columns else np.array([getattr(call, name) for call in self.calls])
+
+    @property
+    def decoded_tokens(self) -> int:
+        return int(self.column("tokens").sum())
+
+
+Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Uid = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")]
+"""``epoch/position``"""
+
+
+def prompt_identity(row: dict[str, Any]) -> str:
+    """Identifier of a dataset row, made of its prompt and its index in the file; the same in every run and arm."""
+    digest = hashlib.sha1(repr(list(row.get("raw_prompt", []))).encode()).hexdigest()[:12]
+    # A lone surrogate, which a row may hold, has no UTF-8.
+    return f"{row.get('index', 0)}-{digest}".encode(errors="backslashreplace").decode()
+
+
+class TrainedGroup(Struct, frozen=True, kw_only=True):
+    """A prompt with its samples; lists have one entry a sample."""
+
+    uid: Uid
+    """under noPR the position is that in verl's batches"""
+    order: Count
+    """dispatch order over the whole run, from 0"""
+    prompt: str
+    """``prompt_identity`` of its row"""
+    birth: Count | None = None
+    """policy version under which its first sample started; None: not noted"""
+    lengths: list[Count]
+    """response tokens"""
+    staleness: list[Count]
+    """versions from each sample's first generated token to the update that trains it; 0 without tokens"""
+    segments: list[Count]
+    """engine calls"""
+    tokens: Count
+    """tokens generated by the model, in all samples"""
+    off_policy_tokens: Count = 0
+    """tokens of these that were made by weights older than those that the update starts from"""
+    masked: Count = 0
+    """samples that failed for good"""
+    parts: list[tuple[Count, Count, Count, Count]] = []
+    """numbers of tokens, log-probs, versions and mask entries of each sample; left out where, as in a sound one, each of
+    them is its length"""
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths) == len(self.staleness) == len(self.segments):
+            raise ValueError(f"group {self.order} has lists of different lengths, one entry a sample each")
+
+    @classmethod
+    def of(cls, group: TakenGroup, version: int) -> Self:
+        """The record of ``group``, which the update on the weights of ``version`` trains."""
+        outputs = group.outputs
+        parts = [(len(o.response_ids), len(o.log_probs), len(o.versions), len(o.response_mask)) for o in outputs]
+        lengths = [output.response_length for output in outputs]
+        return cls(
+            uid=group.uid,
+            order=group.order,
+            prompt=prompt_identity(group.row),
+            birth=group.birth,
+            lengths=lengths,
+            staleness=[output.staleness(version) for output in outputs],
+            segments=[output.segments for output in outputs],
+            tokens=sum(len(output.generated) for output in outputs),
+            off_policy_tokens=int(sum((output.generated < version).sum() for output in outputs)),
+            masked=sum(output.masked for output in outputs),
+            parts=parts if parts != [(length,) * 4 for length in lengths] else [],
+        )
+
+    @property
+    def epoch(self) -> int:
+        return position_of(self.uid)[0]
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
 
 
 class Arm(StrEnum):

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 
 KV_SHARE = 0.8
 """share of the KV cache that samples of the measured mean context fill; the rest is for their spread"""

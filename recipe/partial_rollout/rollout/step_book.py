@@ -10,10 +10,8 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
-from recipe.partial_rollout.records.run_log import Round
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.config.sections import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import START_S, NoAnswerError, answer_of, is_out_of_reach, one_line, result_of, wait
 

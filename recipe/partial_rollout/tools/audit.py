@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from msgspec import structs
 
-from recipe.partial_rollout.records.run_log import NAME, Arm, Checkpoint, Ended, Event, Round, RunSettings
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import NAME, Arm, Checkpoint, Ended, Event, Round, RunSettings, TrainedGroup
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log

@@ -11,9 +11,8 @@ from pathlib import Path
 from textwrap import fill, indent
 from typing import get_args
 
-from recipe.partial_rollout.config.choices import Choice
 from recipe.partial_rollout.config.keys import Declaration, declarations
-from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig
+from recipe.partial_rollout.config.settings import ROOT, Choice, PartialRolloutConfig
 from recipe.partial_rollout.tools.command_line import described
 
 FIRST = (

@@ -18,9 +18,7 @@ from msgspec import structs
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, default_of
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy, default_of
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipe.partial_rollout.config.choices import SchedulingPolicy
+from recipe.partial_rollout.config.settings import SchedulingPolicy
 from recipe.partial_rollout.tools.planner.rounds import Forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.table import Table
 

@@ -17,9 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from recipe.partial_rollout.records.calls import RolloutPhase
-from recipe.partial_rollout.records.run_log import METRICS, Ended, Phase, Round, RunSettings
-from recipe.partial_rollout.records.trained_group import TrainedGroup
+from recipe.partial_rollout.records.run_log import METRICS, Ended, Phase, RolloutPhase, Round, RunSettings, TrainedGroup
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, iter_lines, read_log
@@ -136,7 +134,7 @@ def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
     Args:
         phases: by start; they do not overlap.
 
-    >>> from recipe.partial_rollout.records.calls import EngineCall
+    >>> from recipe.partial_rollout.records.run_log import EngineCall
     >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
     >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
     >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]

@@ -15,9 +15,7 @@ from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.output_store import RayObjects
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.run_log import Phase, Round
-from recipe.partial_rollout.records.trained_group import TrainedGroup, prompt_identity
+from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round

@@ -42,8 +42,7 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from recipe.partial_rollout.config.choices import Correction, TrustRegion
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
 from recipe.partial_rollout.engine.kept_kv import newest_of_older
 from verl_ext.reported_entropy import REPORTED
 

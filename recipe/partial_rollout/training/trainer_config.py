@@ -12,8 +12,8 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.config.choices import Correction
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.settings import Correction
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, weight_level
 from verl_ext import check, chunked_log_probs
 

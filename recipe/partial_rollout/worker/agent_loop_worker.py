@@ -30,8 +30,7 @@ from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.partial_rollout.config.choices import Placement
-from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.config.settings import FilterSettings, Placement
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import (
@@ -42,7 +41,7 @@ from recipe.partial_rollout.manager.policies import (
     verdict_on,
 )
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (

@@ -20,11 +20,11 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.choices import ResumeKV
+from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.hold import spans
 from recipe.partial_rollout.engine.kept_kv import request_id_of
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,

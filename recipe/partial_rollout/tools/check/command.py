@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, engine_devices, trainer_devices
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import (

@@ -12,9 +12,8 @@ from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.choices import Placement
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.config.settings import trainer_devices
+from recipe.partial_rollout.config.settings import Placement, trainer_devices
 from recipe.partial_rollout.preflight.inputs import model_config, weight_bytes
 
 GIB = 1 << 30

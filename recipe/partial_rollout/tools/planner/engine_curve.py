@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from scipy.optimize import nnls
 
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 
 _PASSES = 8
 """passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recipe.partial_rollout.config.choices import Mode
-from recipe.partial_rollout.config.sections import Scheduling
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, Scheduling
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Progress, Segment
 from recipe.partial_rollout.records.figures import spread

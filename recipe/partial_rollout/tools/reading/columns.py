@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from recipe.partial_rollout.records.calls import EngineCall
+from recipe.partial_rollout.records.run_log import EngineCall
 
 Span = tuple[float, float]
 """start and end, in seconds"""

@@ -15,8 +15,16 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from recipe.partial_rollout.records.calls import EngineCall, RolloutPhase
-from recipe.partial_rollout.records.run_log import METRICS, NAME, Event, Phase, Round, RunSettings
+from recipe.partial_rollout.records.run_log import (
+    METRICS,
+    NAME,
+    EngineCall,
+    Event,
+    Phase,
+    RolloutPhase,
+    Round,
+    RunSettings,
+)
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 

@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.partial_rollout.records.calls import RolloutPhase
 from recipe.partial_rollout.records.figures import bubble_fraction
-from recipe.partial_rollout.records.run_log import RunSettings
+from recipe.partial_rollout.records.run_log import RolloutPhase, RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio
