@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.clock10 import prepare
 from recipe.partial_rollout.tasks.clock10.model import build_model
+from tests import generated
 
 TINY = prepare.Parameters(steps=4, train_rows=32, val_rows=8)
 
@@ -28,7 +29,7 @@ def trained(tmp_path_factory):
 def packed(trained, tmp_path_factory):
     """That folder's package file, and its largest error."""
     file = tmp_path_factory.mktemp("packed") / "start.npz"
-    return file, ready_start.pack(trained, file)
+    return file, generated.pack(trained, file)
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     weights, manifest, error = ready_start.read_packed(ready_start.packed_file(task))
     problem = ready_start.misfit(manifest, ready_start.manifest_of(task, prepare.Parameters()))
     command = f"python -m {ready_start.__name__} --task {task}"
-    assert problem is None, f"{problem}: {command} --train --out FOLDER, then {command} --pack FOLDER"
+    packs = f"python -m tests.generated warm_start {task} FOLDER"
+    assert problem is None, f"{problem}: {command} --train --out FOLDER, then {packs}"
     state = build_model(0).state_dict()
     wanted = {name: tuple(weight.shape) for name, weight in state.items() if "lm_head" not in name}
     assert {name: weight.shape for name, weight in weights.items()} == wanted
@@ -62,7 +64,7 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_no_weight_is_off_by_more_than_half_a_level(rows):
     weight = np.array(rows, np.float32)
-    levels, scale = ready_start.quantise(weight)
+    levels, scale = generated.quantise(weight)
     assert levels.dtype == np.int8 and scale.shape == (len(rows), 1)
     assert (np.abs(levels * scale - weight) <= scale * 0.5001).all()
 
@@ -101,9 +103,8 @@ def test_training_needs_nothing_packed(tmp_path, builds):
 
 def test_unpacked_weights_are_not_packed_again_and_go_where_training_is_asked_for(packed, tmp_path, builds):
     ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
-    before = ready_start.packed_file("clock10").read_bytes()
-    assert ready_start.main(["--pack", str(tmp_path / "task")]) == 2
-    assert ready_start.packed_file("clock10").read_bytes() == before
+    with pytest.raises(ValueError, match="its weights were unpacked, not trained"):
+        generated.pack(tmp_path / "task", tmp_path / "file.npz")
     assert ready_start.make_task(tmp_path / "task", TINY, file=packed[0], train=True) == "trained"
     assert builds == [TINY] and not (tmp_path / "task" / "ready_start.json").exists()
 

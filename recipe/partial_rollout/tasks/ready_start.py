@@ -2,7 +2,6 @@
 
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack the warm start
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew, 4 minutes
-    python -m recipe.partial_rollout.tasks.ready_start --pack outputs/quickstart/task          make the package file
 
 The task is `clock10`; `--task calculator` is the other one. The folder is complete or absent: everything is written beside
 it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's sources; a call that would write
@@ -11,9 +10,9 @@ task's sources, or with another parameter, the command trains. `ready_start.json
 unpacked.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
-scale per row, each vector in float32: 0.59 MB instead of 2.40 MB. So the unpacked weights are not the trained ones. No
-weight is off by more than 1/254 of the largest in its row, 0.0042 at most. `tests/studies/results/log.md` says what that
-does to the policy.
+scale per row, each vector in float32: 0.59 MB instead of 2.40 MB (`tests/generated.py` packs them). So the unpacked weights
+are not the trained ones. No weight is off by more than 1/254 of the largest in its row, 0.0042 at most.
+`tests/studies/results/log.md` says what that does to the policy.
 """
 
 from __future__ import annotations
@@ -40,23 +39,11 @@ TASKS = {"clock10": clock10, "calculator": calculator}
 MANIFEST = "manifest.json"
 ORIGIN = "ready_start.json"
 """in the folder: which package file its weights are from, and the largest error of a weight"""
-_SCALE = ":scale"
-_LEVELS = 127
+SCALE = ":scale"
+"""ends the name of a matrix's scales: float32 `[rows, 1]`, for its int8 levels `[rows, columns]`"""
 
 Weights = dict[str, np.ndarray]
 """float32 tensors by their name in the model"""
-
-
-def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 levels `[rows, columns]` and float32 scales `[rows, 1]` of a matrix; a product is off by half a scale at most.
-
-    >>> levels, scale = quantise(np.array([[1.27, -0.504], [0.0, 0.0]], np.float32))
-    >>> levels.tolist()
-    [[127, -50], [0, 0]]
-    """
-    scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(_LEVELS)
-    scale[scale == 0] = 1
-    return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
 
 
 def packed_file(task: str) -> Path:
@@ -64,36 +51,12 @@ def packed_file(task: str) -> Path:
     return Path(__file__).parent / "ready" / f"{task}_seed0.npz"
 
 
-def pack(task: Path, file: Path) -> float:
-    """Write the weights and the manifest of the prepared folder `task` to `file`; return the largest error of a weight.
-
-    Raises:
-        OSError: `task` is no prepared folder.
-        ValueError: its weights come from a package file themselves.
-    """
-    from safetensors.numpy import load_file
-
-    if (task / ORIGIN).exists():
-        raise ValueError(f"pack={task}: its weights were unpacked, not trained; train them with --train --out {task}")
-    manifest, weights = json.loads((task / MANIFEST).read_text()), load_file(task / "model" / "model.safetensors")
-    stored: dict[str, Any] = {}
-    for name, weight in weights.items():
-        if weight.ndim == 2:
-            stored[name], stored[name + _SCALE] = quantise(weight)
-        else:
-            stored[name] = weight
-    restored = _restore(stored)
-    error = max(float(np.abs(restored[name] - weight).max()) for name, weight in weights.items())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(file, allow_pickle=False, **stored, manifest=json.dumps(manifest), largest_error=error)
-    return error
-
-
-def _restore(stored: dict[str, Any]) -> Weights:
+def restore(stored: dict[str, Any]) -> Weights:
+    """The weights of a package file."""
     return {
-        name: part * stored[name + _SCALE] if name + _SCALE in stored else part
+        name: part * stored[name + SCALE] if name + SCALE in stored else part
         for name, part in stored.items()
-        if not name.endswith(_SCALE)
+        if not name.endswith(SCALE)
     }
 
 
@@ -102,7 +65,7 @@ def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
     with np.load(file, allow_pickle=False) as archive:
         stored = dict(archive)
     manifest, error = json.loads(str(stored.pop("manifest"))), float(stored.pop("largest_error"))
-    return _restore(stored), manifest, error
+    return restore(stored), manifest, error
 
 
 def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
@@ -189,23 +152,16 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 0, or 2 after one line on stderr that says what is wrong."""
     parser = argparse.ArgumentParser(prog="ready_start", description="An embedded task with the warm start that ships.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="folder to build")
-    what.add_argument("--pack", type=Path, metavar="FOLDER", help="trained folder to make the file that ships from")
+    parser.add_argument("--out", type=Path, required=True, help="folder to build")
     parser.add_argument("--task", choices=TASKS, default="clock10")
-    parser.add_argument("--train", action="store_true", help="with --out: train the warm start, and use nothing packed")
+    parser.add_argument("--train", action="store_true", help="train the warm start, and use nothing packed")
     parser.add_argument("--tiny", action="store_true", help="a model that merely loads, trained in seconds, for tests")
     parser.add_argument("--seed", type=int, default=0, help="of weights, demonstrations and data; others than 0 train")
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
-        if options.pack:
-            file = packed_file(options.task)
-            error = pack(options.pack, file)
-            print(f"{file}: {file.stat().st_size / 1e6:.2f} MB, no weight off by more than {error:.4f}")
-        else:
-            parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)
-            done = make_task(options.out, parameters, task=options.task, train=options.train)
-            print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
+        parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)
+        done = make_task(options.out, parameters, task=options.task, train=options.train)
+        print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
     except (ValueError, OSError) as error:
         print(f"ready_start: {error}", file=sys.stderr)
         return 2
