@@ -25,14 +25,12 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig
-from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.table import Table
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
 
 BOUND = (
@@ -168,7 +166,7 @@ class _Drive:
         self._workers = [worker_class.remote(_CURVE, share) for share in shares]
         for i, (worker, share) in enumerate(zip(self._workers, shares, strict=True)):
             # A scripted worker chooses among replicas of its own.
-            connected = worker.connect.remote(f"w{i}", self._manager, slots * share, ReplicaChoice({}))
+            connected = worker.connect.remote(f"w{i}", self._manager, slots * share, {})
             _get(connected, f"worker w{i} to start")
         self._serving = [worker.serve.remote() for worker in self._workers]
 

@@ -17,7 +17,7 @@ from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 
 
 class ScriptedReplica:

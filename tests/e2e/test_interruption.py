@@ -86,8 +86,7 @@ async def leave_calls(engine, server):
     What (running, waiting) requests the engine's scheduler has each time, and tokens that were made for the sample.
     """
     from recipe.partial_rollout.worker.live_sample import LiveSample
-    from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
-    from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+    from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 
     client = PartialRolloutLLMClient(config_of())
     client.replicas = ReplicaChoice({"here": Actor(server)})

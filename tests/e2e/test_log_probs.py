@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.engine.kept_kv import request_id_of, salt_of
+from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
 from tests.unit.shared import Keeper
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32

@@ -11,15 +11,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig, Placement
-from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.waits import finished
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
 
 # Ray's workers cannot import a test module.
@@ -77,16 +75,11 @@ class Control:
 
     hold = restart_dead = new_preemptions = resume
 
+    async def announce_restarted(self, *_):
+        return None
+
     async def load(self):
         return {}
-
-
-async def nothing(*_):
-    pass
-
-
-class Nothing:
-    announce_restarted = nothing
 
 
 def rows(count, mean_length):
@@ -129,10 +122,10 @@ class ScriptedTraining:
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
 
         async def connect(i, name, worker):
-            await worker.connect.remote(name, self.manager, 4, ReplicaChoice({}))
+            await worker.connect.remote(name, self.manager, 4, {})
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
-        self.driver = Driver(context, self.manager, store, self.pool, Nothing())
+        self.driver = Driver(context, self.manager, store, self.pool, None)
         session.driver = self.driver
         finished(self.pool.start())
         if session.checkpoints.chosen is not None:

@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import Prompt, Report, RolloutFailedError, SampleOutput
 
 # Ray's workers cannot import a test module.

@@ -16,7 +16,6 @@ from recipe.partial_rollout.config.settings import ToolCalls
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
 from tests.chaos.workspace import Workspace
@@ -142,7 +141,7 @@ async def converse(engine, root, cuts, deadly):
 
     async def serve(name):
         handle, worker = Local(actor), Conversing(root, moments)
-        worker.connect(name, handle, 64, ReplicaChoice({}))
+        worker.connect(name, handle, 64, {})
         serving = asyncio.create_task(worker.serve())
         await asyncio.sleep(0.01)
         worker.begin(version, time.monotonic())

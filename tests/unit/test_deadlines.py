@@ -44,7 +44,7 @@ ENDED_BY = {
     "worker/claim_loop.py _claim": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
     "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",
     "worker/rewards.py _first_that_answers": "who calls RewardWorkers.remote, within reward_s",
-    "manager/output_store.py fetch": "ray.get with a timeout",
+    "manager/actor.py fetch": "ray.get with a timeout",
 }
 """file and function of each question outside such a call, and what ends it"""
 

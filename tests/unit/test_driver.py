@@ -16,7 +16,6 @@ from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import InProcess, Local, settings_of, tokens_in
 
@@ -96,12 +95,12 @@ class Life:
             figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )
-        manager, self.pool, others = Local(self.manager), Pool(self.worker), AsyncMock()
-        self.driver = Driver(context, manager, InProcess(), self.pool, others)
+        manager, self.pool = Local(self.manager), Pool(self.worker)
+        self.driver = Driver(context, manager, InProcess(), self.pool, None)
         self.driver._book = self.book
 
     async def start(self):
-        self.worker.connect("w0", Local(self.manager), 4, ReplicaChoice({}))
+        self.worker.connect("w0", Local(self.manager), 4, {})
         self.serving = asyncio.create_task(self.worker.serve())
         await asyncio.sleep(0.01)
         self.worker.begin(0, time.monotonic())

@@ -3,7 +3,7 @@
 import asyncio
 
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.engine.kept_kv import request_id_of, salt_of
+from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from tests.unit.test_admitting_engine import PARAMS, Engine, read
 
 

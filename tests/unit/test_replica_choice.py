@@ -6,7 +6,7 @@ import random
 import pytest
 
 from recipe.partial_rollout.worker.live_sample import LiveSample
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 
 
 def sample(replica=None, *, resumes=False):

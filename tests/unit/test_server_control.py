@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.rollout import replicas
-from recipe.partial_rollout.rollout.replicas import ReplicaRoster, ServerControl
+from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.waits import ReplicaError
 from tests.unit.shared import hangs
 
@@ -109,11 +109,12 @@ def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(mon
 
     told, traced, warning = [], [], MagicMock()
     monkeypatch.setattr(replicas.logger, "warning", warning)
-    control = SimpleNamespace(addresses=["a", "b"], servers={"a": 1, "b": 2}, restarted=0)
+    a, b, c = (SimpleNamespace(server_address=address, server_handle=address.upper()) for address in "abc")
+    control = ServerControl([a, b], 5.0)
     dead = SimpleNamespace(remote=AsyncMock(side_effect=ActorDiedError))
     balancer = SimpleNamespace(remove_servers=dead, add_servers=dead)
-    roster = ReplicaRoster(control, balancer, SimpleNamespace(use_replicas=traced.append), 1)
-    control.addresses, control.servers, control.restarted = ["a", "c"], {"a": 1, "c": 3}, 1
-    asyncio.run(roster.announce_restarted(SimpleNamespace(ask=ask)))
-    assert told == [("use_replicas", {"a": 1, "c": 3})] and traced == [["a", "c"]]
+    control._replicas, control.restarted = [a, c], 1
+    log = SimpleNamespace(use_replicas=traced.append)
+    asyncio.run(control.announce_restarted(balancer, SimpleNamespace(ask=ask), log))
+    assert told == [("use_replicas", {"a": "A", "c": "C"})] and traced == [["a", "c"]]
     assert "load balancer is dead" in warning.call_args.args[0]

@@ -121,12 +121,13 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     log = []
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
+    control.announce_restarted = nothing
     settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
     context = SimpleNamespace(
         settings=settings, control=control, log=versions, source=versions.source, last_step=99, figures={}
     )
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
-    driver = Driver(context, versions, None, pool, SimpleNamespace(announce_restarted=nothing))
+    driver = Driver(context, versions, None, pool, None)
     driver.begin()
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)

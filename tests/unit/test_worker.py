@@ -21,7 +21,6 @@ from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import claim_loop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 from recipe.partial_rollout.worker.rewards import RewardError
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker, output_of
@@ -75,7 +74,7 @@ async def life(
     worker.config.partial_rollout.failures.sample_timeout_s = sample_s
     worker.config.trainer.save_freq = save_freq
     worker.config.partial_rollout.tools = ToolCalls(release_after_s)
-    worker.connect("w0", manager, slots, ReplicaChoice({}))
+    worker.connect("w0", manager, slots, {})
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.01)
     worker.begin(0, time.monotonic())

@@ -31,7 +31,7 @@ class AdmittingEngine:
 
     Args:
         engine: the ``AsyncLLM``.
-        salt: of a request, by its id: it finds only KV blocks of requests with the same (``kept_kv``). None: of any.
+        salt: of a request, by its id: it finds only KV blocks of requests with the same (``salt_of``). None: of any.
     """
 
     def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:

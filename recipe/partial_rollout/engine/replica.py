@@ -25,8 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
-from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, tokens_made
-from recipe.partial_rollout.engine.kept_kv import salt_of
+from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, salt_of, tokens_made
 from recipe.partial_rollout.waits import one_line
 from verl_ext.piecewise_scheduler import PIECEWISE
 from verl_ext.vllm_plugin import preemptions_of

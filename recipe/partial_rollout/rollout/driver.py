@@ -34,7 +34,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.actor import RayObjects
 from recipe.partial_rollout.manager.types import Prompt, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
@@ -45,7 +45,6 @@ from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.context import RolloutContext
-    from recipe.partial_rollout.rollout.replicas import ReplicaRoster
     from recipe.partial_rollout.rollout.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -73,17 +72,17 @@ class Driver:
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         pool: the agent-loop workers, connected to ``manager``.
-        roster: announces restarted replicas.
+        balancer: handle of verl's load balancer, which serves validation.
     """
 
     def __init__(
-        self, context: RolloutContext, manager: Any, store: RayObjects, pool: WorkerPool, roster: ReplicaRoster
+        self, context: RolloutContext, manager: Any, store: RayObjects, pool: WorkerPool, balancer: Any
     ) -> None:
         self._context, self._control = context, context.control
         self._stops = not context.settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
-        self._pool, self._roster = pool, roster
+        self._pool, self._balancer = pool, balancer
         self._book, self._guard = StepBook(context), Guard(context, manager, pool)
         self._state = RolloutState.QUIET
         self._trains = False
@@ -194,7 +193,8 @@ class Driver:
         self._context.figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
-        await self._guard.wait(self._roster.announce_restarted(self._pool), "announcing restarted replicas", key=None)
+        announcing = self._control.announce_restarted(self._balancer, self._pool, self._context.log)
+        await self._guard.wait(announcing, "announcing restarted replicas", key=None)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.records.run_log import RunLog
 from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.workers import WorkerPool
@@ -49,6 +48,10 @@ class ServerControl:
         """addresses of the replicas that did not answer when they were last asked for their load"""
         self.restarted = 0
         """replicas restarted since the start of the run"""
+        self._announced = 0
+        """of these, those whose addresses are known everywhere"""
+        self._known = self.addresses
+        """the addresses that are known everywhere"""
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -152,6 +155,29 @@ class ServerControl:
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
+    async def announce_restarted(self, balancer: Any, pool: WorkerPool, log: RunLog) -> None:
+        """Announce the replicas that were restarted since this was last called.
+
+        Args:
+            balancer: handle of verl's load balancer, which serves validation.
+            pool, log: of the run.
+        """
+        if self._announced == self.restarted:
+            return
+        self._announced, servers = self.restarted, self.servers
+        gone = [address for address in self._known if address not in servers]
+        new = {address: server for address, server in servers.items() if address not in self._known}
+        try:
+            for verb, told in (("remove_servers", gone), ("add_servers", new)):
+                telling = answer_of(lambda v=verb, s=told: result_of(getattr(balancer, v).remote(s)))
+                await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
+        except RayActorError as error:
+            # Ray may have placed it on a node that has died.
+            logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
+        await pool.ask("use_replicas", servers)
+        self._known = self.addresses
+        log.use_replicas(self._known)
+
     async def _all(self, what: str, verb: Callable[[Any], Awaitable[object]]) -> None:
         living = self._living
         answers = await wait(
@@ -176,49 +202,3 @@ def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:
         if isinstance(answer, BaseException) and not means_death(answer):
             raise answer
     return {address: answer for address, answer in answers.items() if not isinstance(answer, BaseException)}
-
-
-class ReplicaRoster:
-    """The replicas' addresses, kept alike in the agent-loop workers, verl's load balancer and the run's log.
-
-    Args:
-        control: restarts them.
-        balancer: handle of verl's load balancer, which serves validation.
-        log: of the run.
-        workers: number of agent-loop workers.
-        deadline_s: seconds for an answer of the load balancer.
-    """
-
-    def __init__(
-        self, control: ServerControl, balancer: Any, log: RunLog, workers: int, deadline_s: float = 60.0
-    ) -> None:
-        self._control = control
-        self._balancer = balancer
-        self._log = log
-        self._workers = workers
-        self._deadline_s = deadline_s
-        self._addresses = control.addresses
-        self._known_restarts = 0
-
-    def choice_of(self, worker: int) -> ReplicaChoice:
-        """A choice among the living replicas, for worker number ``worker``."""
-        return ReplicaChoice(self._control.servers, place=worker / self._workers)
-
-    async def announce_restarted(self, pool: WorkerPool) -> None:
-        """Announce the replicas that were restarted since this was last called."""
-        control = self._control
-        if control.restarted == self._known_restarts:
-            return
-        self._known_restarts = control.restarted
-        gone = [address for address in self._addresses if address not in control.servers]
-        new = {address: server for address, server in control.servers.items() if address not in self._addresses}
-        try:
-            for verb, servers in (("remove_servers", gone), ("add_servers", new)):
-                telling = answer_of(lambda v=verb, s=servers: result_of(getattr(self._balancer, v).remote(s)))
-                await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
-        except RayActorError as error:
-            # Ray may have placed it on a node that has died.
-            logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
-        await pool.ask("use_replicas", control.servers)
-        self._addresses = control.addresses
-        self._log.use_replicas(control.addresses)

@@ -13,13 +13,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopM
 from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.output_store import RayObjects
+from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round
-from recipe.partial_rollout.rollout.replicas import ReplicaRoster
 from recipe.partial_rollout.rollout.step_book import check_masked, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
@@ -161,10 +159,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         bounded = settings.group_filter is not None and settings.drain
         train_groups = context.last_step * settings.batch_groups if bounded else None
         manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
-        roster = ReplicaRoster(control, self.llm_client._load_balancer, context.log, len(workers), deadline_s)
 
         async def introduce(i: int, name: str, worker: Any) -> None:
-            await worker.connect.remote(name, manager, context.slots_of_a_worker(len(workers)), roster.choice_of(i))
+            slots, place = context.slots_of_a_worker(len(workers)), i / len(workers)
+            await worker.connect.remote(name, manager, slots, control.servers, place)
 
         pool = WorkerPool(
             workers,
@@ -174,7 +172,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             deadlines=settings.deadlines,
             stop=context.stop,
         )
-        self.driver = Driver(context, manager, store, pool, roster)
+        self.driver = Driver(context, manager, store, pool, self.llm_client._load_balancer)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:

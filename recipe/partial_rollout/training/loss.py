@@ -43,7 +43,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
-from recipe.partial_rollout.engine.kept_kv import newest_of_older
+from recipe.partial_rollout.engine.hold import newest_of_older
 from verl_ext.reported_entropy import REPORTED
 
 DECOUPLED_PPO = "decoupled_ppo"

@@ -49,8 +49,12 @@ from recipe.partial_rollout.worker.live_sample import (
     SampleClock,
     SampleTimeoutError,
 )
-from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient, SampleClient
-from recipe.partial_rollout.worker.replica_choice import ReplicaChoice
+from recipe.partial_rollout.worker.llm_client import (
+    ObservedLLMClient,
+    PartialRolloutLLMClient,
+    ReplicaChoice,
+    SampleClient,
+)
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -326,9 +330,13 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
 
-    def connect(self, name: str, manager: Any, capacity: int, replicas: ReplicaChoice) -> None:
-        """Claim from ``manager`` as ``name``, with ``capacity`` slots, and run on ``replicas``; called first."""
-        self.llm_client.replicas = replicas
+    def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], place: float = 0.0) -> None:
+        """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
+
+        Args:
+            servers, place: of the replicas and of this worker (``ReplicaChoice``).
+        """
+        self.llm_client.replicas = ReplicaChoice(servers, place)
         settings = self.config.partial_rollout
         self._claims = ClaimLoop(
             name,
