@@ -1,9 +1,9 @@
 """Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
 
-``RayPPOTrainer.fit`` builds its ``Tracking`` from a name it imports when called, and offers no hook for metrics of a
-custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to an observer first. verl's file
-logger empties the file that it opens, so a resumed run would lose its history; there it appends. It may go when ``fit``
-takes its ``Tracking`` or an observer, and the file logger appends.
+verl's ``fit`` builds its ``Tracking`` from a name, which ``RayPPOTrainer`` imports when called and v1 with its module, and
+offers no hook for metrics of a custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to
+an observer first. verl's file logger empties the file that it opens, so a resumed run would lose its history; there it
+appends. It may go when ``fit`` takes its ``Tracking`` or an observer, and the file logger appends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import verl.utils.tracking as tracking
@@ -29,15 +30,16 @@ def observed_tracking(
     after: After | None = None,
     table: dict[str, Any] | None = None,
     file: Path | None = None,
+    module: ModuleType = tracking,
 ) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
     ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
     configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
-    logger appends to ``file``; None: to what verl's variable names.
+    logger appends to ``file``; None: to what verl's variable names. ``module`` has the ``Tracking`` that ``fit`` calls.
     """
     require("verl", VERL, "tracking_observer")
-    original, original_file = tracking.Tracking, tracking.FileLogger
+    original, original_file = module.Tracking, tracking.FileLogger
 
     class ObservedTracking(original):
         def __init__(
@@ -64,5 +66,5 @@ def observed_tracking(
             path.parent.mkdir(parents=True, exist_ok=True)
             self.filepath, self.fp = str(path), path.open("ab", buffering=0)
 
-    with replaced(tracking, "Tracking", ObservedTracking), replaced(tracking, "FileLogger", AppendedFile):
+    with replaced(module, "Tracking", ObservedTracking), replaced(tracking, "FileLogger", AppendedFile):
         yield

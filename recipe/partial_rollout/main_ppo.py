@@ -134,7 +134,7 @@ def _run_in(directory: Path, config: DictConfig) -> None:
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
     from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
-    from recipe.partial_rollout.training.ray_trainer import session_of
+    from recipe.partial_rollout.training.trainer_run import session_of
 
     check_ray_address(config)
     checkpoints = check_checkpoints(config)

@@ -56,9 +56,9 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(comp
 def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does():
     for step, checks in ((11, True), (12, False)):
         batch, recomputed = build_batch(), build_batch()
-        build().instruct(batch, step)
+        build().instruct(batch.meta_info, step)
         assert batch.meta_info == {loss.ORDER: UpdateOrder(step - 1, True, checks, "token", 2.0), ASKED: not checks}
-        build(from_update=False).instruct(recomputed, step)
+        build(from_update=False).instruct(recomputed.meta_info, step)
         assert not recomputed.meta_info[loss.ORDER].from_update and not recomputed.meta_info[ASKED]
 
 

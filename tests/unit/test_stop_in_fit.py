@@ -25,9 +25,10 @@ from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer, session_of
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.run_session import TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.trainer_run import session_of
 
 STEPS = 4
 OVERRIDES = (

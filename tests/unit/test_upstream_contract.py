@@ -102,8 +102,11 @@ def overrides():
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
-            for name in vars(cls):
-                bases = [base for base in cls.__mro__[1:] if base.__module__.split(".")[0] in UPSTREAM]
+            bases = [base for base in cls.__mro__[1:] if base.__module__.split(".")[0] in UPSTREAM]
+            # What stands before upstream's classes and is none of theirs replaces their members too.
+            before = cls.__mro__[: cls.__mro__.index(bases[0])] if bases else ()
+            own = [each for each in before if each is cls or not any(issubclass(each, base) for base in bases)]
+            for name in dict.fromkeys(name for each in own for name in vars(each)):
                 base = next((base for base in bases if name in vars(base)), None)
                 if base is not None and name != "_abc_impl" and (not name.startswith("__") or name == "__init__"):
                     yield cls, base, name

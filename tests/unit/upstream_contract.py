@@ -31,7 +31,7 @@ def entries(text):
 
 TABLE = """\
 # the trainer
-verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer main_ppo task_runner
+verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer trainer_run main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
         _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
@@ -42,7 +42,7 @@ verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
         init_resource_pool_mgr
 verl.single_controller.ray.base:RayWorkerGroup <- task_runner
     calls: __init__(*, master_port_range)
-verl.workers.engine_workers:ActorRolloutRefWorker <- ray_trainer weight_transfer
+verl.workers.engine_workers:ActorRolloutRefWorker <- trainer_run weight_transfer
     calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)
 verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter <- replica weight_socket
     has: server_handle zmq_handle __init__
@@ -73,7 +73,7 @@ verl.experimental.reward_loop.reward_model:RewardModelManager <- colocated_rewar
     has: rollout_replicas wake_up sleep
 verl.workers.rollout.llm_server:LLMServerClient <- llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
-verl.workers.rollout.llm_server:LLMServerManager <- ray_trainer standalone_engines
+verl.workers.rollout.llm_server:LLMServerManager <- trainer_run standalone_engines
     has: __init__ get_replicas
 verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     has: LLMServerManager apply_kl_penalty compute_data_metrics compute_variance_proxy_metrics
@@ -105,7 +105,7 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
 verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings agent_loop_worker llm_client
-        replica ray_trainer
+        replica trainer_run
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
         top_p top_k

@@ -192,6 +192,8 @@ def corrected_ppo_loss(
     order: Any = tu.get_non_tensor_data(data, ORDER, default=None)
     padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
+    # Nested tensors are padded with 0, which is a version.
+    padded["rollout_versions"] = padded["rollout_versions"].masked_fill(mask == 0, -1)
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
     proximal, weights = padded["old_log_probs"], padded.get("rollout_is_weights", None)
     reported: dict[str, torch.Tensor] = {}

@@ -70,11 +70,11 @@ class ProximalPolicy:
         behaviour = batch.batch["rollout_log_probs"]
         return DataProto.from_single_dict({"old_log_probs": behaviour.clone(), "entropys": torch.zeros_like(behaviour)})
 
-    def instruct(self, batch: DataProto, step: int) -> None:
-        """Tell the loss what to do, in ``batch.meta_info``."""
+    def instruct(self, info: dict[str, Any], step: int) -> None:
+        """Tell the loss what to do, in ``info``, the non-tensor data of a batch."""
         check = self.recomputes(step)
-        batch.meta_info[reported_entropy.ASKED] = not check
-        batch.meta_info[loss.ORDER] = loss.UpdateOrder(
+        info[reported_entropy.ASKED] = not check
+        info[loss.ORDER] = loss.UpdateOrder(
             version=step - 1,
             from_update=self.from_update,
             check=check,

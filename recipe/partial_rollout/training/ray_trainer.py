@@ -5,269 +5,45 @@ verl's ``fit`` runs unchanged, in both arms::
     SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
       -> log-probs, reward, advantage, update (verl) -> RunSession.complete_step -> weight sync (RecipeCheckpointManager)
 
-What belongs to the run and not to a trainer is its ``RunSession``. With ``partial_rollout.enable=False`` loader, manager
-and batches are verl's own.
+What belongs to the run and not to a trainer is its ``RunSession``; what every trainer of a run does is ``TrainerRun``. With
+``partial_rollout.enable=False`` loader, manager and batches are verl's own.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-from omegaconf import DictConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.utils import need_critic
 
-import recipe.partial_rollout.engine.replica as replica
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints, claim_retention
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
-from recipe.partial_rollout.records.run_log import Ended, Phase
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
-from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from recipe.partial_rollout.rollout.stop import StopTraining
-from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.training.colocated_reward import score_batch
-from recipe.partial_rollout.training.proximal import ProximalPolicy
-from recipe.partial_rollout.training.reward_info import averaged, per_sample
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
-from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.trackers import open_run
-from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
-from recipe.partial_rollout.waits import ERROR_LOG, finished
+from recipe.partial_rollout.training.trainer_run import TrainerRun
 from verl_ext.standalone_engines import standalone_engines
-from verl_ext.tracking_observer import observed_tracking
 
 
-def session_of(config: DictConfig, checkpoints: RunCheckpoints | None = None) -> RunSession:
-    """The run that ``config`` asks for; ``checkpoints`` are its, if they are known already."""
-    return RunSession(
-        PartialRolloutConfig.from_config(config),
-        checkpoints or chosen_checkpoints(config.trainer, critic=need_critic(config)),
-        trains=not config.trainer.get("val_only"),
-    )
-
-
-class PartialRolloutRayPPOTrainer(RayPPOTrainer):
-    """``RayPPOTrainer`` whose batches come from the driver; reads ``config.partial_rollout``.
-
-    Args:
-        session: the run, which has begun; None: ``session_of(config)``, which begins.
-        nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
-        args, kwargs: verl's.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        *args: Any,
-        session: RunSession | None = None,
-        nodes: ClusterNodes | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.nodes = nodes or ClusterNodes()
-        if session is None:
-            session = session_of(config)
-            session.begin()
-        self.session = session
-        self.proximal = ProximalPolicy(config, self.settings)
-        replica.register()
-        claim_retention(config.trainer, critic=need_critic(config))
-        super().__init__(config, *args, **kwargs)
-        self.step_log = StepLog(config, self.settings, self.total_training_steps)
-        self._phase_started: float | None = None
-
-    @property
-    def settings(self) -> PartialRolloutConfig:
-        return self.session.settings
+class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
+    """``RayPPOTrainer`` whose batches come from the driver; its arguments are ``TrainerRun``'s."""
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
-        loader: Any = self.train_dataloader
-        steps = TrainingSteps(
-            per_epoch=len(loader),
-            epochs=self.config.trainer.total_epochs,
-            total=self.total_training_steps,
-            drains=self.settings.drain,
-            filters=self.settings.group_filter is not None,
-        )
-        self.session.offer(loader, steps)
-        if self.settings.enable:
-            size = self.settings.batch_groups
-            self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self.session.driver.exhausted)
+        self._offer(self.train_dataloader)
 
     def init_workers(self) -> None:
         """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
         alone = engine_devices(self.config) > 0
         with standalone_engines(self.ray_worker_group_cls) if alone else nullcontext():
             super().init_workers()
-        if self.settings.enable:
-            self.send_loss()
-        context = self._open_session()
-        rollout: Any = self.async_rollout_manager
-        tokenizer: Any = self.tokenizer
-        rollout.connect(context, tokenizer.pad_token_id)
-        if self.settings.enable:
-            self.session.driver = rollout.driver
-        verls: Any = self.checkpoint_manager
-        self.checkpoint_manager: Any = RecipeCheckpointManager(
-            verls,
-            self.settings.deadlines.weight_sync_s,
-            # A validation alone starts no version: the engines load the weights as under noPR.
-            driver=self.session.driver if self.settings.enable and self.session.trains else None,
-            log=self.session.log,
-        )
-
-    def _open_session(self) -> RolloutContext:
-        """Find the slots of the replicas that verl has made, and open the run's records."""
-        settings = self.settings
-        servers: Any = self.llm_server_manager
-        control = ServerControl(
-            servers.get_replicas(),
-            settings.deadlines.interrupt_s,
-            restarts=settings.failures.replica_restarts,
-        )
-        rollout = self.config.actor_rollout_ref.rollout
-        slots = ReplicaSlots(
-            settings.slots_per_replica,
-            given=settings.slots_given,
-            kv_tokens=finished(control.kv_tokens()),
-            prompt=rollout.prompt_length,
-            response=rollout.response_length,
-        )
-        print(slots.describe())
-        strategy = self.config.actor_rollout_ref.actor.strategy
-        name = self.config.trainer.experiment_name
-        return self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
-
-    def send_loss(self) -> None:
-        """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
-        self.actor_rollout_wg.set_loss_fn(loss.worker_loss(self.config.actor_rollout_ref.actor, self.settings))
+        self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """Run verl's training loop, from the resumed checkpoint if any.
-
-        Raises:
-            StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
-                flight.
-        """
-        session = self.session
-        if not session.trains:
-            self._only_validate()
-            return
-        with session.stop.caught():
-            (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
-            if session.checkpoints.resumed_step >= self.total_training_steps:
-                print(f"nothing to do: {session.checkpoints.chosen} is the checkpoint of the last step")
-                session.complete()
-                return
-            try:
-                table = open_run(self.config, session.branch, continues=session.continues)
-                with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
-                    if self.settings.enable:
-                        session.driver.begin()
-                    # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
-                    gc.freeze()
-                    super().fit()
-            except StopTraining:
-                self._save_before_stop()
-                raise
-            except Exception as error:
-                session.explain(error)
-                raise
-            if session.exhausted:
-                self._save_where_data_ended()
-            session.end()
-        session.complete()
-
-    def _only_validate(self) -> None:
-        """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
-        self.config.trainer.val_before_train = True
-        table, file = open_run(self.config, None), self.session.metrics.with_name("validation.jsonl")
-        with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
-            super().fit()
-            # A validation that is cut short ends as if it were whole.
-            self.session.stop.check()
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self) -> None:
-        """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
-        self.session.save(super()._save_checkpoint)
+        """As ``play``."""
+        self.play(super().fit)
 
     def _load_checkpoint(self) -> None:
-        session, trainer, loader = self.session, self.config.trainer, self.train_dataloader
-        chosen = session.checkpoints.chosen
-        if chosen is None:
-            return
-        asked = trainer.resume_mode, trainer.get("resume_from_path")
-        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
-        super()._load_checkpoint()
-        trainer.resume_mode, trainer.resume_from_path = asked
-        if not session.trains:
-            return
-        step_of_epoch = self.global_steps % session.steps.per_epoch
-        if self.settings.enable:
-            session.load()
-            loader.start_at(step_of_epoch)  # type: ignore[attr-defined]
-        elif step_of_epoch == 0:
-            # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
-            loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
-            deque(loader, maxlen=0)
-
-    def _save_where_data_ended(self) -> None:
-        """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
-        step, every = self.session.completed_step, self.config.trainer.save_freq
-        print(
-            f"the data ends after step {step} of {self.session.steps.last}: dynamic sampling has consumed it "
-            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
-        )
-        if every > 0 and step % every and step > self.session.checkpoints.resumed_step:
-            self.global_steps = step
-            self._save_checkpoint()
-
-    def _save_before_stop(self) -> None:
-        """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
-        session = self.session
-        if session.completed_step and self.config.trainer.save_freq > 0:
-            self.global_steps = session.completed_step
-            self._save_checkpoint()
-            saved = session.checkpoints.step_dir(session.completed_step)
-            print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
-        session.log.add(Ended(session.completed_step, complete=False), sync=True)
-
-    # -- steps -----------------------------------------------------------------------------------------------------
-
-    def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Add the recipe's metrics to what verl logs for a step."""
-        if "training/global_step" in data:
-            self._complete_step()
-        ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
-        self.session.figures.clear()
-        return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
-
-    def _after_log(self, data: dict[str, Any], step: int) -> None:
-        """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
-        self._end_phase()
-        self.step_log.close(step, self.session.log.last_round)
-        if step < self.session.steps.last:
-            self.session.stop.check()
-
-    def _complete_step(self) -> None:
-        """End the step of a trained batch, here and nowhere else.
-
-        Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
-        that the workers report while the trainer updates.
-        """
-        if self.session.complete_step(self.global_steps):
-            self.nodes.outlive()
+        self._load_trainer(super()._load_checkpoint)
+        self._load_data()
 
     def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
         return score_batch(self.reward_loop_manager, batch, self.settings)
@@ -277,47 +53,9 @@ class PartialRolloutRayPPOTrainer(RayPPOTrainer):
             return self.proximal.stand_in(batch), 0.0
         return super()._compute_old_log_prob(batch)
 
-    def _update_critic(self, batch: DataProto) -> DataProto:
-        output = super()._update_critic(batch)
-        if self.config.trainer.critic_warmup > self.global_steps:
-            # The actor is not updated, and the engines begin the next version.
-            self._complete_step()
-        return output
-
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:
-            self.proximal.instruct(batch, self.global_steps)
+            self.proximal.instruct(batch.meta_info, self.global_steps)
         output = super()._update_actor(batch)
         self._complete_step()
         return output
-
-    def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
-        self._end_phase()
-        if self.settings.enable and self.session.trains:
-            self._complete_step()
-        try:
-            self.session.stop.check()
-            return super()._validate(*args, **kwargs)
-        except StopTraining:
-            return {"partial_rollout/validation_cut_short": 1.0}
-
-    def _val_metrics_update(
-        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list[Any]], sample_turns: Any
-    ) -> dict[str, Any]:
-        infos = averaged(per_sample(reward_extra_infos_dict), data_sources)
-        return super()._val_metrics_update(data_sources, sample_uids, infos, sample_turns)
-
-    def _dump_generations(
-        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
-    ) -> None:
-        super()._dump_generations(inputs, outputs, gts, scores, per_sample(reward_extra_infos_dict), dump_path)
-
-    def _balance_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> None:
-        self._phase_started = time.time()
-        super()._balance_batch(batch, *args, **kwargs)
-
-    def _end_phase(self) -> None:
-        if self._phase_started is not None:
-            self.session.log.add(Phase("train", self.global_steps, self._phase_started, time.time()))
-            self._phase_started = None

@@ -1,0 +1,316 @@
+"""What the recipe's trainers of verl share: a run around verl's training loop.
+
+A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; this class gives the
+run's session, checkpoints, stops, metrics and the end of each step.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import verl.utils.tracking as tracking
+from omegaconf import DictConfig
+from verl.trainer.ppo.utils import need_critic
+
+import recipe.partial_rollout.engine.replica as replica
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints, claim_retention
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.records.run_log import Ended, Phase
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
+from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.training.proximal import ProximalPolicy
+from recipe.partial_rollout.training.reward_info import averaged, per_sample
+from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
+from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.trackers import open_run
+from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
+from recipe.partial_rollout.waits import ERROR_LOG, finished
+from verl_ext.tracking_observer import observed_tracking
+
+
+def session_of(config: DictConfig, checkpoints: RunCheckpoints | None = None) -> RunSession:
+    """The run that ``config`` asks for; ``checkpoints`` are its, if they are known already."""
+    return RunSession(
+        PartialRolloutConfig.from_config(config),
+        checkpoints or chosen_checkpoints(config.trainer, critic=need_critic(config)),
+        trains=not config.trainer.get("val_only"),
+    )
+
+
+class TrainerRun:
+    """The run's part of a trainer; reads ``config.partial_rollout``.
+
+    Args:
+        session: the run, which has begun; None: ``session_of(config)``, which begins.
+        nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
+        args, kwargs: verl's.
+    """
+
+    tracking_of: ModuleType = tracking
+    """module whose ``Tracking`` verl's ``fit`` calls"""
+    config: Any
+    train_dataloader: Any
+    actor_rollout_wg: Any
+    llm_server_manager: Any
+    checkpoint_manager: Any
+    tokenizer: Any
+    global_steps: int
+    total_training_steps: int
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        session: RunSession | None = None,
+        nodes: ClusterNodes | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.nodes = nodes or ClusterNodes()
+        if session is None:
+            session = session_of(config)
+            session.begin()
+        self.session = session
+        self.proximal = ProximalPolicy(config, self.settings)
+        self._phase_started: float | None = None
+        replica.register()
+        claim_retention(config.trainer, critic=need_critic(config))
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    @property
+    def settings(self) -> PartialRolloutConfig:
+        return self.session.settings
+
+    def _offer(self, loader: Any) -> None:
+        """Make ``loader``, verl's, the data of the run."""
+        steps = TrainingSteps(
+            per_epoch=len(loader),
+            epochs=self.config.trainer.total_epochs,
+            total=self.total_training_steps,
+            drains=self.settings.drain,
+            filters=self.settings.group_filter is not None,
+        )
+        self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
+        self.session.offer(loader, steps)
+        if self.settings.enable:
+            size = self.settings.batch_groups
+            self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self.session.driver.exhausted)
+
+    def _connect(self, rollout: Any) -> None:
+        """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
+        if self.settings.enable:
+            self.send_loss()
+        rollout.connect(self._open_session(), self.tokenizer.pad_token_id)
+        if self.settings.enable:
+            self.session.driver = rollout.driver
+        self.checkpoint_manager = RecipeCheckpointManager(
+            self.checkpoint_manager,
+            self.settings.deadlines.weight_sync_s,
+            # A validation alone starts no version: the engines load the weights as under noPR.
+            driver=self.session.driver if self.settings.enable and self.session.trains else None,
+            log=self.session.log,
+        )
+
+    def _open_session(self) -> RolloutContext:
+        """Find the slots of the replicas that verl has made, and open the run's records."""
+        settings = self.settings
+        control = ServerControl(
+            self.llm_server_manager.get_replicas(),
+            settings.deadlines.interrupt_s,
+            restarts=settings.failures.replica_restarts,
+        )
+        rollout = self.config.actor_rollout_ref.rollout
+        slots = ReplicaSlots(
+            settings.slots_per_replica,
+            given=settings.slots_given,
+            kv_tokens=finished(control.kv_tokens()),
+            prompt=rollout.prompt_length,
+            response=rollout.response_length,
+        )
+        print(slots.describe())
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        name = self.config.trainer.experiment_name
+        return self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
+
+    def send_loss(self) -> None:
+        """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
+        self.actor_rollout_wg.set_loss_fn(loss.worker_loss(self.config.actor_rollout_ref.actor, self.settings))
+
+    def play(self, loop: Callable[[], object]) -> None:
+        """Run verl's training ``loop``, from the resumed checkpoint if any.
+
+        Raises:
+            StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
+                flight.
+        """
+        session = self.session
+        if not session.trains:
+            self._only_validate(loop)
+            return
+        with session.stop.caught():
+            (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
+            if session.checkpoints.resumed_step >= self.total_training_steps:
+                print(f"nothing to do: {session.checkpoints.chosen} is the checkpoint of the last step")
+                session.complete()
+                return
+            try:
+                table = open_run(self.config, session.branch, continues=session.continues)
+                file, module = session.metrics, self.tracking_of
+                with observed_tracking(self._observe_step, self._after_log, table, file, module):
+                    if self.settings.enable:
+                        session.driver.begin()
+                    # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
+                    gc.freeze()
+                    loop()
+            except StopTraining:
+                self._save_before_stop()
+                raise
+            except Exception as error:
+                session.explain(error)
+                raise
+            if session.exhausted:
+                self._save_where_data_ended()
+            session.end()
+        session.complete()
+
+    def _only_validate(self, loop: Callable[[], object]) -> None:
+        """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
+        self.config.trainer.val_before_train = True
+        table, file = open_run(self.config, None), self.session.metrics.with_name("validation.jsonl")
+        observed = observed_tracking(self._observe_step, table=table, file=file, module=self.tracking_of)
+        with self.session.stop.caught(), observed:
+            loop()
+            # A validation that is cut short ends as if it were whole.
+            self.session.stop.check()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
+        self.session.save(super()._save_checkpoint)  # type: ignore[misc]
+
+    def _load_trainer(self, load: Callable[[], object]) -> None:
+        """Have ``load``, verl's, load the trainer's part of the checkpoint to resume, if there is one."""
+        trainer, chosen = self.config.trainer, self.session.checkpoints.chosen
+        if chosen is None:
+            return
+        asked = trainer.resume_mode, trainer.get("resume_from_path")
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
+        load()
+        trainer.resume_mode, trainer.resume_from_path = asked
+
+    def _load_data(self) -> None:
+        """Go on in the data where the checkpoint to resume, if any, left it; PR: with everything in flight."""
+        session, loader = self.session, self.train_dataloader
+        chosen = session.checkpoints.chosen
+        if chosen is None or not session.trains:
+            return
+        step_of_epoch = self.global_steps % session.steps.per_epoch
+        if self.settings.enable:
+            session.load()
+            loader.start_at(step_of_epoch)
+        elif step_of_epoch == 0:
+            # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
+            loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
+            deque(loader, maxlen=0)
+
+    def _save_where_data_ended(self) -> None:
+        """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
+        step, every = self.session.completed_step, self.config.trainer.save_freq
+        print(
+            f"the data ends after step {step} of {self.session.steps.last}: dynamic sampling has consumed it "
+            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
+        )
+        if every > 0 and step % every and step > self.session.checkpoints.resumed_step:
+            self.global_steps = step
+            self._save_checkpoint()
+
+    def _save_before_stop(self) -> None:
+        """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
+        session = self.session
+        if session.completed_step and self.config.trainer.save_freq > 0:
+            self.global_steps = session.completed_step
+            self._save_checkpoint()
+            saved = session.checkpoints.step_dir(session.completed_step)
+            print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
+        session.log.add(Ended(session.completed_step, complete=False), sync=True)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """Add the recipe's metrics to what verl logs for a step."""
+        if "training/global_step" in data:
+            self._complete_step()
+        ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
+        self.session.figures.clear()
+        return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
+
+    def _after_log(self, data: dict[str, Any], step: int) -> None:
+        """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
+        self._end_phase()
+        self.step_log.close(step, self.session.log.last_round)
+        if step < self.session.steps.last:
+            self.session.stop.check()
+
+    def _complete_step(self) -> None:
+        """End the step of a trained batch, here and nowhere else.
+
+        Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
+        that the workers report while the trainer updates.
+        """
+        if self.session.complete_step(self.global_steps):
+            self.nodes.outlive()
+
+    def _update_critic(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._update_critic(*args, **kwargs)  # type: ignore[misc]
+        if self.config.trainer.critic_warmup > self.global_steps:
+            # The actor is not updated, and the engines begin the next version.
+            self._complete_step()
+        return output
+
+    def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
+        self._end_phase()
+        if self.settings.enable and self.session.trains:
+            self._complete_step()
+        try:
+            self.session.stop.check()
+            return super()._validate(*args, **kwargs)  # type: ignore[misc]
+        except StopTraining:
+            return {"partial_rollout/validation_cut_short": 1.0}
+
+    def _val_metrics_update(
+        self,
+        data_sources: Any,
+        sample_uids: Any,
+        reward_extra_infos_dict: dict[str, list[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        infos = averaged(per_sample(reward_extra_infos_dict), data_sources)
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)  # type: ignore[misc]
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
+    ) -> None:
+        infos = per_sample(reward_extra_infos_dict)
+        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)  # type: ignore[misc]
+
+    def _balance_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._phase_started = time.time()
+        return super()._balance_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def _end_phase(self) -> None:
+        if self._phase_started is not None:
+            self.session.log.add(Phase("train", self.global_steps, self._phase_started, time.time()))
+            self._phase_started = None
