@@ -132,6 +132,9 @@ MISTAKES = {
     f"{ROLLOUT}.calculate_log_probs=False": "True with partial_rollout.enable=True: samples span",
     f"{ROLLOUT}.name=sglang": "vllm with partial_rollout.enable=True",
     f"{P}.drain=0": "partial_rollout.drain=0: true or false",
+    f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; with partial_rollout.mode=april",
+    f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
+    f"{P}.overlap=-1": "above -1",
     f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",

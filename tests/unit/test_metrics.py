@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
-from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
+from recipe.partial_rollout.rollout.step_book import batch_metrics, length_metrics, phase_metrics
 from recipe.partial_rollout.tools.run_record import dealt
 
 
@@ -35,6 +36,25 @@ def test_tools_are_shown_where_there_are_any(output):
     shown = used(1.0)
     assert (shown["agent/turns"], shown["agent/tool_s"], shown["agent/tool_share"]) == (6, 1.0, 0.25)
     assert (shown["agent/calls_replayed"], shown["agent/calls_asked"]) == (4, 2)
+
+
+def test_lengths_spread_over_the_batch_and_within_a_group(output):
+    # Lengths 2, 4 and 10, 12: the group's sigma is 1 in both, the batch's that of the four.
+    groups = [TakenGroup(f"1/{i}", i, {}, tuple(map(output, lengths))) for i, lengths in enumerate([(2, 4), (10, 12)])]
+    shown = length_metrics([TrainedGroup.of(group, 5) for group in groups])
+    assert shown == {"length/sigma_batch": pytest.approx(17**0.5), "length/sigma_group": pytest.approx(1)}
+
+
+def test_samples_that_several_versions_made_are_counted_with_all_their_tokens(output):
+    def of_versions(*versions):
+        return replace(output(len(versions)), versions=np.array(versions, np.int32))
+
+    three, one = of_versions(3, 4, 4), of_versions(4)
+    shown = metrics_of([TakenGroup("1/0", 0, {}, (three, one)), TakenGroup("1/1", 1, {}, (one, one))], 4)
+    assert (shown["staleness/mixed_samples"], shown["staleness/mixed_tokens"]) == (1 / 4, 3 / 6)
+    # A sample that is old as a whole is not mixed.
+    old = metrics_of([TakenGroup("1/0", 0, {}, (one, one))], 9)
+    assert (old["staleness/mixed_samples"], old["staleness/mixed_tokens"]) == (0, 0)
 
 
 def test_share_found_in_the_cache_is_of_what_later_turns_read_again():

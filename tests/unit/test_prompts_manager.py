@@ -115,6 +115,17 @@ def test_ssim_refills_to_its_budget_in_a_round_and_april_tops_up_unfinished_grou
     assert begin(m) == 2
 
 
+def test_april_below_a_batch_adds_so_many_at_a_time_until_a_batch_is_in_flight(manager, output):
+    # 3 at a time for batches of 4: 6 run. After a batch of 4 that leaves 2 unfinished, two times 3 less those.
+    m = manager(batch=4, n=1, mode=Mode.APRIL, overlap=-0.25)
+    assert begin(m) == 6
+    grants = m.claim("w0")
+    for grant in grants[:4]:
+        m.finish(grant.sample_id, output())
+    end_round(m, [grant.sample_id for grant in grants[4:]])
+    assert begin(m) == 4
+
+
 def test_what_has_ended_cannot_end_again(manager, output):
     m = manager(batch=1, n=1)
     begin(m)

@@ -102,6 +102,21 @@ def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
     assert warning.startswith("PR drifted") and "at step 9, 11:" in warning
 
 
+def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
+    rounds = default_rounds(steps=2)
+    rounds[0]["trained"] = [build_group(0, [1, 3]), build_group(1, [9, 11])]
+    rounds[1]["trained"] = [build_group(2, [5, 5]), build_group(3, [5, 5])]
+    shares = {"partial_rollout/staleness/mixed_samples": 0.5, "partial_rollout/staleness/mixed_tokens": 0.8}
+    mixed = {step: {"timing_s/step": 20.0, "timing_s/gen": 10.0, **(shares if step == 2 else {})} for step in (1, 2)}
+    comparison = compare([load_run(build_run(tmp_path / "a", rounds=rounds, metrics=mixed, arm="PR"))])
+    assert comparison.base.summary.length_sigma == (pytest.approx(17**0.5 / 2), 0.5)
+    rows = cells(comparison)
+    assert rows["made by several versions: samples / tokens"] == ["50.0% / 80.0%"]
+    assert rows["sigma of lengths, in a batch / in a group"] == ["2 / 0"]
+    # noPR has no such samples, and logs none.
+    assert cells(compare([load_run(build_run(tmp_path / "b"))]))["made by several versions: samples / tokens"] == ["-"]
+
+
 # -- the table of runs ---------------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,11 @@ class Mode(Choice):
 
     WINDOW = "window", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished or ready"
     SSIM = "ssim", "the published supplementation: all through the round, up to `N * rollout.n` samples are unfinished"
-    APRIL = "april", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished"
+    APRIL = (
+        "april",
+        "at the start of a round, up to `(1 + overlap) * N` groups are unfinished; below N, so many are added at a time "
+        "until N are",
+    )
 
 
 class Placement(Choice):
@@ -243,8 +247,8 @@ class PartialRolloutConfig:
     overlap: float = key(
         1.0,
         "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
-        "whose mean is about the overlap.",
-        at_least=0,
+        "whose mean is about the overlap. Below 0: april alone.",
+        above=-1,
     )
     drain: bool = key(
         True,
@@ -363,6 +367,9 @@ class PartialRolloutConfig:
                 self.overlap,
                 f"at most {ROOT}.max_staleness={self.max_staleness}: more groups in flight cannot all be trained in time",
             )
+        if self.overlap < 0 and (self.mode is not Mode.APRIL or (1 + self.overlap) * self.batch_groups < 1):
+            allowed = f"at least 0; with {ROOT}.mode=april (1 + overlap) * data.train_batch_size at least 1"
+            raise fail(f"{ROOT}.overlap", self.overlap, allowed)
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:
             raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
         self._check_deadlines()

@@ -103,9 +103,17 @@ class Admission:
 
     @property
     def window(self) -> int:
-        """Groups in flight when a version begins: unfinished or ready (window), or unfinished (april)."""
+        """Groups in flight when a version begins: unfinished or ready (window), or unfinished (april); at least N.
+
+        >>> from recipe.partial_rollout.config.settings import PartialRolloutConfig
+        >>> sizes = {"mode": Mode.APRIL, "batch_groups": 8, "samples_per_group": 1}
+        >>> [Admission(PartialRolloutConfig(overlap=overlap, **sizes)).window for overlap in (0.5, -0.25, -0.5)]
+        [12, 12, 8]
+        """
+        batch = self.settings.batch_groups
         # A sum of decimals can fall short of a whole number by a rounding error.
-        return math.floor((1 + self.settings.overlap) * self.settings.batch_groups + 1e-6)
+        size = math.floor((1 + self.settings.overlap) * batch + 1e-6)
+        return size * math.ceil(batch / size) if size < batch else size
 
     @property
     def ceiling(self) -> int:

@@ -34,6 +34,16 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
     return Spread(float(np.mean(values)), p95(values), float(np.max(values)))
 
 
+def length_sigmas(groups: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Standard deviations of response lengths, tokens: over the batch; within a group, root mean square over ``groups``.
+
+    >>> length_sigmas([[1, 3], [9, 11]])
+    (4.123105625617661, 1.0)
+    """
+    within = np.mean([np.var(lengths) for lengths in groups])
+    return float(np.std(np.concatenate(groups))), float(np.sqrt(within))
+
+
 @dataclass(frozen=True, slots=True)
 class RunningCurve:
     """A step function of running calls: exactly ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``; it ends at 0."""

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
-from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
+from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, length_sigmas, spread
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class StepBook:
         return {
             **phase_metrics(phase, context.full_concurrency, goes_on=context.settings.separate),
             **batch_metrics(batch.groups, trained, batch.version),
+            **length_metrics(trained),
             **gauges,
             **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
             "overlap": batch.start.carried_groups / size,
@@ -155,7 +156,8 @@ def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> d
 
 
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
-    """Staleness (versions), off-policy tokens (share, 0 to 1), most engine calls of a sample, tokens of the trained batch.
+    """Staleness (versions), shares (0 to 1) of off-policy tokens and of samples (and their tokens) that several versions
+    made, most engine calls of a sample, tokens of the trained batch.
 
     Args:
         trained: the records of ``groups``.
@@ -163,7 +165,9 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
     """
     staleness = spread([age for group in trained for age in group.staleness])
     assert staleness is not None
-    ages = trained_at - np.concatenate([output.generated for group in groups for output in group.outputs])
+    generated = [output.generated for group in groups for output in group.outputs]
+    ages = trained_at - np.concatenate(generated)
+    mixed = [len(versions) for versions in generated if len(versions) and versions[0] != versions[-1]]
     tokens = sum(group.tokens for group in trained)
     return {
         "trained/tokens": tokens,
@@ -172,9 +176,17 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
         "staleness/max": int(staleness.max),
         "staleness/token_mean": float(ages.mean()) if tokens else 0.0,
         "off_policy_token_fraction": sum(group.off_policy_tokens for group in trained) / tokens if tokens else 0.0,
+        "staleness/mixed_samples": len(mixed) / len(generated),
+        "staleness/mixed_tokens": sum(mixed) / tokens if tokens else 0.0,
         "segments_per_sample/max": max(count for group in trained for count in group.segments),
         **tool_metrics([output for group in groups for output in group.outputs]),
     }
+
+
+def length_metrics(trained: Sequence[TrainedGroup]) -> dict[str, float]:
+    """Standard deviations of the trained responses' lengths (tokens), of either arm."""
+    batch, group = length_sigmas([group.lengths for group in trained])
+    return {"length/sigma_batch": batch, "length/sigma_group": group}
 
 
 def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:

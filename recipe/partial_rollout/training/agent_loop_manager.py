@@ -18,7 +18,7 @@ from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPha
 from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round
-from recipe.partial_rollout.rollout.step_book import check_masked, phase_metrics
+from recipe.partial_rollout.rollout.step_book import check_masked, length_metrics, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.reward_info import spread_infos
@@ -137,6 +137,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self.context.log.round(Round(step=step, phase=phase, trained=trained))
         return {
             **phase_metrics(phase, self.context.full_concurrency),
+            **length_metrics(trained),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
         }

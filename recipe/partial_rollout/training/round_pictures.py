@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from recipe.partial_rollout.records.figures import length_sigmas
 from recipe.partial_rollout.records.run_log import Round
 
 MOST_CALLS = 2000
@@ -49,14 +50,18 @@ def timeline(round_: Round) -> np.ndarray:
 
 
 def length_histogram(round_: Round) -> np.ndarray:
-    """Response lengths (tokens) of the trained samples, and their mean; [height, width, 4], uint8."""
+    """Response lengths (tokens) of the trained samples, their mean and sigmas; [height, width, 4], uint8."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
     axes.hist(lengths, bins=40, color=_ENDED)
     axes.axvline(float(lengths.mean()), color="black", linestyle="--", linewidth=1.2)
     axes.set(xlabel="response tokens", ylabel="trained samples")
+    batch, group = length_sigmas([group.lengths for group in round_.trained])
     axes.set_title(
-        f"step {round_.step}: {len(lengths)} samples, mean {lengths.mean():,.0f}, longest {lengths.max():,}", loc="left"
+        f"step {round_.step}: {len(lengths)} samples, mean {lengths.mean():,.0f}, longest {lengths.max():,}, "
+        f"sigma {batch:,.0f} in the batch, {group:,.0f} in a group",
+        loc="left",
+        fontsize=10,
     )
     return _pixels(figure)
 

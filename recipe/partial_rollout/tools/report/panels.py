@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.partial_rollout.records.figures import bubble_fraction
+from recipe.partial_rollout.records.figures import bubble_fraction, length_sigmas
 from recipe.partial_rollout.records.run_log import RolloutPhase, RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
@@ -18,6 +18,7 @@ from recipe.partial_rollout.tools.run_record import Step
 
 MARKED_STEPS = 40
 """Longer runs show a running mean, with every step's own value thin behind it."""
+LENGTH_BINS = 40
 SMOOTHED_SHARE = 12
 """The running mean spans the number of steps over this."""
 
@@ -67,6 +68,10 @@ def _bubble(shown: Shown) -> float | None:
     return 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
 
 
+def _sigmas(shown: Shown) -> tuple[float, float]:
+    return length_sigmas([group.lengths for group in shown.step.round.trained])
+
+
 PANELS = (
     Panel("decoded tokens/s {over}", _speed),
     Panel("empty slots {over} (bubble)", _bubble, reach=1.0),
@@ -79,12 +84,22 @@ PANELS = (
     Panel("mean reward", lambda shown: shown.step.metrics.get("critic/score/mean"), reach=None),
     Panel("mean trained length, tokens", lambda shown: _mean(shown.step.lengths)),
     Panel("entropy", lambda shown: shown.step.metrics.get("actor/entropy"), reach=None),
+    Panel(
+        "sigma of trained lengths: batch, and group (thin)",
+        lambda shown: _sigmas(shown)[0],
+        peak=lambda shown: _sigmas(shown)[1],
+    ),
+    Panel(
+        "made by several versions: samples, and tokens (thin)",
+        lambda shown: (shown.step.mixed or (None, None))[0],
+        peak=lambda shown: (shown.step.mixed or (None, None))[1],
+    ),
 )
 
 
 def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
-    figure = Figure(figsize=(14, 8), dpi=DPI, layout="constrained")
-    grid = figure.subplots(2, 3, sharex=True)
+    figure = Figure(figsize=(14, 11.5), dpi=DPI, layout="constrained")
+    grid = figure.subplots(3, 3)
     over = "over the whole step" if comparison.separate else "in rollout"
     runs = [
         [
@@ -93,15 +108,35 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
         ]
         for side in comparison.sides
     ]
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
+    *by_step, last = grid.flat
+    for axes, panel in zip(by_step, PANELS, strict=True):
         axes.set_title(panel.title.format(over=over), fontsize=11, loc="left")
         _draw_panel(axes, panel, comparison, runs)
-    for axes in grid[1]:
         axes.set_xlabel("step")
+    _draw_lengths(last, comparison)
     figure.suptitle(title, fontsize=14, fontweight="bold")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=11)
     figure.savefig(path)
+
+
+def _draw_lengths(axes: Axes, comparison: Comparison) -> None:
+    """How the lengths of all trained responses are distributed, an outline a run."""
+    lengths = [[length for step in side.run.steps for length in step.lengths] for side in comparison.sides]
+    edges = np.histogram_bin_edges(np.concatenate(lengths), LENGTH_BINS)
+    for index, of_run in enumerate(lengths):
+        shares = np.histogram(of_run, edges)[0] / max(1, len(of_run))
+        axes.stairs(shares, edges, color=hue(index), linewidth=1.8)
+    axes.set_title("lengths of all trained responses: share, by tokens", fontsize=11, loc="left")
+    _plain(axes)
+    axes.set_xlabel("response tokens")
+
+
+def _plain(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E6E6E6")
+    axes.set_axisbelow(True)
 
 
 def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[list[Shown]]) -> None:
@@ -114,11 +149,9 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[lis
         _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
         drawn |= len(values) > 0
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E6E6E6")
-    axes.set_axisbelow(True)
+    _plain(axes)
     if not drawn:
+        axes.set_xticks([])
         axes.set_yticks([])
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="#777777")
     elif panel.reach is not None:

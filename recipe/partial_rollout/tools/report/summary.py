@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
 
-from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, spread
+from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, length_sigmas, spread
 from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import lane_shares
@@ -218,6 +218,23 @@ class Summary:
             compared=True,
         ),
     ]
+    length_sigma: Annotated[
+        tuple[float, float] | None,
+        Row(
+            "sigma of lengths, in a batch / in a group",
+            units.pair,
+            "Standard deviation of response tokens, mean over steps. The larger it is beside the mean length, the longer a "
+            "synchronous batch waits for its last response.",
+        ),
+    ]
+    mixed: Annotated[
+        tuple[float, float] | None,
+        Row(
+            "made by several versions: samples / tokens",
+            units.shares,
+            "Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps.",
+        ),
+    ]
     length_bias_step_1: Annotated[float | None, Row("trained / dispatched length, step 1", units.decimal, _BIAS)]
     length_bias_steps_1_to_5: Annotated[
         float | None, Row("trained / dispatched length, steps 1-5", units.decimal, _BIAS)
@@ -284,6 +301,10 @@ def _mean_reward(steps: Sequence[Step]) -> float | None:
     return statistics.fmean(rewards) if rewards else None
 
 
+def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
+
+
 def _validation(run: RunRecord) -> Validation | None:
     for step in reversed(run.steps):
         scores: dict[str, dict[str, float]] = {}
@@ -339,6 +360,8 @@ def summarize(run: RunRecord) -> Summary:
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         segments_per_sample=spread([count for group in groups for count in group.segments]),
         mean_trained_length=statistics.fmean(lengths) if lengths else None,
+        length_sigma=_mean_pair([length_sigmas([g.lengths for g in step.round.trained]) for step in run.steps]),
+        mixed=_mean_pair([shares for step in run.steps if (shares := step.mixed)]),
         length_bias_step_1=biases[0],
         length_bias_steps_1_to_5=biases[4] if len(biases) > 4 else None,
         length_bias=biases[-1],

@@ -38,6 +38,14 @@ def precise(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
+def pair(value: tuple[float, float] | None) -> str:
+    return " / ".join(map(count, value)) if value else UNKNOWN
+
+
+def shares(value: tuple[float, float] | None) -> str:
+    return " / ".join(map(share, value)) if value else UNKNOWN
+
+
 def spread(value: Spread | None) -> str:
     return f"{value.mean:.2f} / {value.p95:.0f} / {value.max:.0f}" if value else UNKNOWN
 
