@@ -25,7 +25,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.checkpoint.lineage import locked
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,

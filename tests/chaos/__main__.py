@@ -11,8 +11,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import described
 from tests.chaos.effects import conversations, differences

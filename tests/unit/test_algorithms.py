@@ -13,7 +13,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FilterSettings, PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import common_value
 from recipe.partial_rollout.preflight.rule import check_rules
@@ -72,4 +72,4 @@ def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_befor
     info = outputs[1].reward_extra_info
     assert info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
     assert {type(value) for value in info.values()} == {float, bool}
-    assert plain_codec.pack({"info": info, "score": outputs[1].reward_score})
+    assert plain_state.pack({"info": info, "score": outputs[1].reward_score})

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from recipe.partial_rollout.checkpoint import lineage
+from recipe.partial_rollout.checkpoint import run_checkpoints
+from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
@@ -245,7 +245,7 @@ def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(l
 def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(
     live, tmp_path, arm, route, monkeypatch
 ):
-    move, killed = lineage.shutil.move, True
+    move, killed = run_checkpoints.shutil.move, True
     for survives in range(9):
         if not killed:
             break
@@ -260,7 +260,7 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
 
         how = {"mode": "resume_path", "path": run / "global_step_4"} if route == "back" else {"mode": "disable"}
         with monkeypatch.context() as patch:
-            patch.setattr(lineage.shutil, "move", counted)
+            patch.setattr(run_checkpoints.shutil, "move", counted)
             try:
                 live("b", until=3, arm=arm, directory=run, **how)
             except Killed:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from recipe.partial_rollout.checkpoint import plain_codec
+from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.admission import pacing_load
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
@@ -535,7 +535,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.may_save())
     @rule()
     def checkpoint(self):
-        data = plain_codec.pack(self.manager.state_dict())
+        data = plain_state.pack(self.manager.state_dict())
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
     @precondition(lambda self: started(self) and self.checkpoints)
@@ -547,7 +547,7 @@ class ManagerLife(RuleBasedStateMachine):
         data, model = self.checkpoints[chosen]
         del self.checkpoints[chosen + 1 :]
         self.manager = self.build()
-        self.manager.load_state_dict(plain_codec.unpack(data))
+        self.manager.load_state_dict(plain_state.unpack(data))
         self.model = model.copy_without_owners()
         self.capacity = {}
         self.join(1 + pick % 5)

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.checkpoint.lineage import Lineage
-from recipe.partial_rollout.checkpoint.snapshot import ForeignCheckpointError, TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint.plain_state import ForeignCheckpointError, TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint.run_checkpoints import Lineage
 from tests.unit.shared import damaged
 
 
@@ -80,13 +80,12 @@ def test_manifest_of_an_earlier_version_is_foreign(tmp_path):
 
 
 def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told_while_foreign_ones_stop_the_run(tmp_path):
-    none = Lineage(tmp_path)
-    assert manifest.newest_whole(tmp_path / "missing", none) == manifest.newest_whole(tmp_path, none) == (None, [])
+    assert Lineage(tmp_path / "missing").newest_whole() == Lineage(tmp_path).newest_whole() == (None, [])
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 11, seal=False)
-    found, (refused,) = manifest.newest_whole(tmp_path, none)
+    found, (refused,) = Lineage(tmp_path).newest_whole()
     assert found == manifest.verify(newest) and "global_step_11 is torn" in refused
     (tmp_path / "global_step_12").mkdir()
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
-        manifest.newest_whole(tmp_path, none)
+        Lineage(tmp_path).newest_whole()

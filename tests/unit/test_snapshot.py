@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recipe.partial_rollout.checkpoint import plain_codec
-from recipe.partial_rollout.checkpoint.snapshot import (
+from recipe.partial_rollout.checkpoint import plain_state
+from recipe.partial_rollout.checkpoint.plain_state import (
     ForeignCheckpointError,
     TornCheckpointError,
     read_snapshot,
@@ -83,11 +83,11 @@ VALUES = st.recursive(
 @settings(max_examples=200)
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
-    assert same(plain_codec.unpack(plain_codec.pack({"v": value}))["v"], value)
+    assert same(plain_state.unpack(plain_state.pack({"v": value}))["v"], value)
 
 
 def test_arrays_that_come_back_can_be_written():
-    back = plain_codec.unpack(plain_codec.pack(STATE))
+    back = plain_state.unpack(plain_state.pack(STATE))
     assert same(back, STATE) and back["tokens"].flags.writeable
 
 
@@ -111,7 +111,7 @@ def inside(kind):
     ],
 )
 def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, message):
-    with pytest.raises(plain_codec.UnsaveableError, match=message) as caught:
+    with pytest.raises(plain_state.UnsaveableError, match=message) as caught:
         write_snapshot(tmp_path / "s", state)
     assert "\n" not in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "Ray carries it to the trainer"
@@ -126,7 +126,7 @@ def test_value_that_cannot_be_saved_is_named_by_its_path(tmp_path, state, messag
 )
 def test_no_damage_to_a_file_does_worse_than_an_error(tmp_path_factory, changes, cut, tail):
     """Its manifest agrees with the damage: what a hostile checkpoint looks like."""
-    payload = bytearray(plain_codec.pack(STATE))
+    payload = bytearray(plain_state.pack(STATE))
     for offset, flip in changes:
         payload[offset % len(payload)] ^= flip
     path = tmp_path_factory.mktemp("s") / "s"

@@ -18,8 +18,8 @@ from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.stop import StopTraining

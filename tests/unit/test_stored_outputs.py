@@ -2,7 +2,7 @@
 
 import weakref
 
-from recipe.partial_rollout.checkpoint.plain_codec import pack
+from recipe.partial_rollout.checkpoint.plain_state import pack
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.codec import encode
 from tests.unit.shared import InProcess, begin, tokens_in

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, structs
 
-from recipe.partial_rollout.checkpoint.lineage import Lineage
-from recipe.partial_rollout.checkpoint.snapshot import (
-    ForeignCheckpointError,
-    TornCheckpointError,
+from recipe.partial_rollout.checkpoint.plain_state import (
     foreign,
     sync,
     torn,
@@ -34,7 +30,7 @@ NAME = "manifest.json"
 Format = Literal[4]
 """of manifest and state files, whatever of them changes"""
 
-_STEP = re.compile(r"global_step_([0-9]+)")
+STEP = re.compile(r"global_step_([0-9]+)")
 
 
 class ListedFile(Struct, frozen=True):
@@ -52,7 +48,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     format: Format = 4
     step: int
     life: str
-    """id of the process that sealed it (``lineage``)"""
+    """id of the process that sealed it (``Lineage``)"""
     state: str
     """what the names of its state files end with (``state_file``): those of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}
@@ -109,8 +105,8 @@ def verify(step_dir: Path) -> Manifest:
         TornCheckpointError: it was begun and not sealed, or a file is missing or changed.
         ForeignCheckpointError: this version of the recipe did not make it.
     """
-    manifest = _read(step_dir)
-    named = _STEP.fullmatch(step_dir.name)
+    manifest = read(step_dir)
+    named = STEP.fullmatch(step_dir.name)
     if named and int(named[1]) != manifest.step:
         raise foreign(step_dir, f"its content is of step {manifest.step}")
     for name, listed in manifest.files.items():
@@ -129,7 +125,8 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
-def _read(step_dir: Path) -> Manifest:
+def read(step_dir: Path) -> Manifest:
+    """The manifest of ``step_dir``, whose files are not looked at; raises as ``verify``."""
     if not (step_dir / DIRECTORY).is_dir():
         raise foreign(step_dir, f"it has no {DIRECTORY}/: another trainer made it")
     changed = f"{DIRECTORY}/{NAME} is cut off or changed"
@@ -144,39 +141,3 @@ def _read(step_dir: Path) -> Manifest:
         raise foreign(step_dir, f"its manifest is not of this version's format ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise torn(step_dir, changed) from None
-
-
-def newest_whole(run_dir: Path, lineage: Lineage) -> tuple[Manifest | None, list[str]]:
-    """The manifest of the newest whole ``global_step_N`` of ``lineage`` in ``run_dir``, and a line for each newer torn one.
-
-    Steps grow along a lineage, so the newest is the highest.
-
-    Raises:
-        ForeignCheckpointError: a newer one was made by something else; the message says what to do.
-    """
-    refused: list[str] = []
-    for step, step_dir in sorted(_steps_in(run_dir), reverse=True):
-        try:
-            if lineage.holds(_read(step_dir).life, step):
-                return verify(step_dir), refused
-        except TornCheckpointError as error:
-            refused.append(str(error))
-    return None, refused
-
-
-def superseded(run_dir: Path, lineage: Lineage, *, unsealed: bool) -> Iterator[Path]:
-    """The checkpoints in ``run_dir`` that do not lead to the present; torn ones if ``unsealed``."""
-    for step, step_dir in _steps_in(run_dir):
-        try:
-            stands = lineage.holds(_read(step_dir).life, step)
-        except TornCheckpointError:
-            stands = not unsealed
-        except ForeignCheckpointError:
-            stands = False
-        if not stands:
-            yield step_dir
-
-
-def _steps_in(run_dir: Path) -> list[tuple[int, Path]]:
-    found = ((_STEP.fullmatch(path.name), path) for path in run_dir.glob("global_step_*"))
-    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]

@@ -4,33 +4,131 @@
 prompt source and, written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never
 touches files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash
 at any moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
+
+The processes that led to the present one are the run's lineage. ``lineage.json`` lists them, each with the step that
+it went on from. Here a second process went on from step 4 of the first, and whatever the first one did after step 4
+does not count::
+
+    [{"id": "9f1c", "branch": "9f1c"}, {"id": "02ab", "branch": "9f1c", "step": 4}]
+
+What is superseded is moved to ``superseded/ID/``, where nothing reads it and nothing deletes it. The list is written first,
+so a start that is cut off in between leaves things that no longer belong to the lineage: the next start moves them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from errno import ENOLCK, EOPNOTSUPP
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from recipe.partial_rollout.checkpoint.lineage import SUPERSEDED, Lineage, set_aside
-from recipe.partial_rollout.checkpoint.manifest import (
-    DIRECTORY,
-    Manifest,
-    begin,
-    newest_whole,
-    seal,
-    state_file,
-    superseded,
-    verify,
-)
-from recipe.partial_rollout.checkpoint.snapshot import TornCheckpointError, write_atomically
+import msgspec
+from filelock import FileLock, SoftFileLock, Timeout
+from msgspec import Struct
+
+from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, STEP, Manifest, begin, read, seal, state_file, verify
+from recipe.partial_rollout.checkpoint.plain_state import ForeignCheckpointError, TornCheckpointError, write_atomically
+from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
+
+_LINEAGE, _LOCK, _SUPERSEDED = "lineage.json", "run.lock", "superseded"
+
+
+class Life(Struct, frozen=True, omit_defaults=True):
+    """A process that trains."""
+
+    id: str
+    branch: str
+    """id of the life that began the run, or that went back to an earlier step of it"""
+    step: int = 0
+    """of the checkpoint that it goes on from; 0: from scratch"""
+    origin: str | None = None
+    """that checkpoint, if another run made it"""
+
+
+class Lineage:
+    """The lives that lead to the present of the run in ``run_dir``.
+
+    >>> lineage = Lineage(Path("outputs/none"))
+    >>> lineage.lives = [Life("a", "a"), Life("b", "a", 4)]
+    >>> lineage.holds("a", 4), lineage.holds("a", 6), lineage.holds("b", 6), lineage.holds("c", 6)
+    (True, False, True, False)
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._path = run_dir / _LINEAGE
+        self.lives = msgspec.json.decode(self._path.read_bytes(), type=list[Life]) if self._path.exists() else []
+
+    def holds(self, life: str | None, step: int) -> bool:
+        """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
+        until = [later.step for _, later in pairwise(self.lives)]
+        ends = zip(self.lives, [*until, step], strict=False)
+        return not self.lives or any(each.id == life and step <= end for each, end in ends)
+
+    def begin(self, parent: str | None, step: int, *, origin: Path | None = None, branches: bool = False) -> Life:
+        """Record that this process trains on.
+
+        Args:
+            parent: the life that sealed the checkpoint of ``step`` that it goes on from; None: from scratch.
+            origin: that checkpoint, if another run made it.
+            branches: whether that checkpoint is not where the run had come to.
+        """
+        new = uuid4().hex[:16]
+        ids = [life.id for life in self.lives]
+        lives = self.lives[: ids.index(parent) + 1] if parent in ids else []
+        if parent is not None and not lives and origin is None:
+            lives = [Life(parent, new)]
+        # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
+        branch = (self.lives or lives)[-1].branch if lives and not branches else new
+        self.lives = [*lives, Life(new, branch, step, origin and str(origin.resolve()))]
+        write_atomically(self._path, msgspec.json.encode(self.lives))
+        return self.lives[-1]
+
+    def newest_whole(self) -> tuple[Manifest | None, list[str]]:
+        """The manifest of its newest whole ``global_step_N`` in the run's directory, and a line for each newer torn one.
+
+        Steps grow along a lineage, so the newest is the highest.
+
+        Raises:
+            ForeignCheckpointError: a newer one was made by something else; the message says what to do.
+        """
+        refused: list[str] = []
+        for step, step_dir in sorted(self._steps(), reverse=True):
+            try:
+                if self.holds(read(step_dir).life, step):
+                    return verify(step_dir), refused
+            except TornCheckpointError as error:
+                refused.append(str(error))
+        return None, refused
+
+    def superseded(self, *, unsealed: bool) -> Iterator[Path]:
+        """The checkpoints in the directory that do not lead to the present; torn ones if ``unsealed``."""
+        for step, step_dir in self._steps():
+            try:
+                stands = self.holds(read(step_dir).life, step)
+            except TornCheckpointError:
+                stands = not unsealed
+            except ForeignCheckpointError:
+                stands = False
+            if not stands:
+                yield step_dir
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        found = ((STEP.fullmatch(path.name), path) for path in self._run_dir.glob("global_step_*"))
+        return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
 
 
 def chosen_checkpoints(trainer: Any, *, critic: bool) -> RunCheckpoints:
@@ -102,7 +200,7 @@ class RunCheckpoints:
 
     def _choose_newest(self) -> None:
         """The checkpoint of the present lineage that was sealed last: one of this directory, or the one it began from."""
-        found, torn = newest_whole(self.run_dir, self.lineage)
+        found, torn = self.lineage.newest_whole()
         last = next((life for life in reversed(self.lineage.lives) if life.origin), None)
         if last is not None and (found is None or found.step < last.step):
             origin = Path(str(last.origin))
@@ -136,12 +234,12 @@ class RunCheckpoints:
         ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
         """
         step = self.resumed_step
-        newest = newest_whole(self.run_dir, self.lineage)[0] if self._by_path and self.goes_on else None
+        newest = self.lineage.newest_whole()[0] if self._by_path and self.goes_on else None
         branches = not self.goes_on or (newest is not None and newest.step != step)
         origin = None if self._is_here else self.chosen
         life = self.lineage.begin(self.resumed and self.resumed.life, step, origin=origin, branches=branches)
-        aside = self.run_dir / SUPERSEDED / life.id
-        set_aside(superseded(self.run_dir, self.lineage, unsealed=branches), aside)
+        aside = self.run_dir / _SUPERSEDED / life.id
+        set_aside(self.lineage.superseded(unsealed=branches), aside)
         if self.resumed is not None and self.step_dir(step).is_dir():
             self._on_disk, self._kept = step, [*self.resumed.kept]
         self._track(self._on_disk)
@@ -212,3 +310,62 @@ class RunCheckpoints:
         for other in self.run_dir.glob("global_step_*"):
             if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
                 shutil.rmtree(other)
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+def set_aside(paths: Iterable[Path], into: Path) -> None:
+    """Move those of ``paths`` that exist into directory ``into``."""
+    for path in filter(Path.exists, paths):
+        into.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, into / path.name)
+
+
+def cut_steps(metrics: Path, step: int, aside: Path) -> None:
+    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``."""
+    kept, cut = [], []
+    for raw in metrics.open("rb") if metrics.exists() else ():
+        try:
+            stays = raw.endswith(b"\n") and json.loads(raw)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            stays = False
+        (kept if stays else cut).append(raw)
+    if cut:
+        aside.mkdir(parents=True, exist_ok=True)
+        (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
+        write_atomically(metrics, b"".join(kept))
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """While entered, no other process may train in ``run_dir``, which is made; taken back if nothing comes of it.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be written; the message names host and process.
+    """
+    key, path, is_new = "trainer.default_local_dir", run_dir / _LOCK, not run_dir.exists()
+    lock = FileLock(path)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        pid, host = [*path.read_text().split(), "?", "?"][:2]
+        words = f"another directory, or wait: process {pid} on host {host} trains in it"
+        if isinstance(lock, SoftFileLock):
+            words += f"; if that has died, delete {path}"
+        raise fail(key, run_dir, words) from None
+    except OSError as error:
+        if error.errno not in (ENOLCK, EOPNOTSUPP):
+            raise fail(key, run_dir, f"a directory that can be written ({error.strerror})") from error
+        print(f"{path}: {error.strerror}: see to it yourself that one process trains there", file=sys.stderr)
+    try:
+        if not isinstance(lock, SoftFileLock):
+            # As a soft lock's, which stands in where the file system has no locks.
+            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        yield
+    finally:
+        if is_new and [each.name for each in run_dir.iterdir()] == [_LOCK]:
+            path.unlink()
+            run_dir.rmdir()
+        lock.release()

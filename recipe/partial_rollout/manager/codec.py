@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.checkpoint.plain_codec import pack
+from recipe.partial_rollout.checkpoint.plain_state import pack
 from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 from verl.utils.reward_score import default_compute_score
 
-from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack
+from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import data_files
 from recipe.partial_rollout.preflight.user_code import agent_loops, is_verls_loop

@@ -25,9 +25,8 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from recipe.partial_rollout.checkpoint.lineage import cut_steps, set_aside
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.checkpoint.snapshot import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RunLog, RunSettings
 from recipe.partial_rollout.records.run_log import NAME as LOG

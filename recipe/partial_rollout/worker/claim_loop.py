@@ -20,7 +20,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
-from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError
+from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError
 from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of, wait
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, SlotState

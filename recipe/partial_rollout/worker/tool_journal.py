@@ -53,7 +53,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.checkpoint.plain_codec import UnsaveableError, pack, unpack
+from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack, unpack
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, OneOfASample, at_home
 
 T = TypeVar("T")
