@@ -60,7 +60,8 @@ def with_tables(text):
 def quantise(weight):
     """int8 levels ``[rows, columns]`` and float32 scales ``[rows, 1]``; their product is off by half a scale at most."""
     scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(_LEVELS)
-    scale[scale == 0] = 1
+    # Of a row of zeros, or of subnormal numbers, whose scale would be off by itself.
+    scale[scale < np.finfo(np.float32).tiny] = 1
     return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import math
 import re
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, patch
 
 import numpy as np
 import pytest
@@ -125,7 +125,6 @@ def rows(*lengths, **columns):
 
 def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options):
     """What verl's trainer gets of ``batch``: from the worker, ``chunks`` of them, by way of verl's manager and ours."""
-    _agent_loop_registry["mine"] = {"_target_": f"{__name__}.Loop"}
     Loop.runs = 0
     batch.meta_info["validate"] = validate
     failures = SimpleNamespace(max_masked_fraction=most)
@@ -136,7 +135,8 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
         made = worker(function, **options)
         return DataProto.concat([await made.generate_sequences(chunk) for chunk in batch.chunk(chunks)])
 
-    output = asyncio.run(generate())
+    with patch.dict(_agent_loop_registry, mine={"_target_": f"{__name__}.Loop"}):
+        output = asyncio.run(generate())
     manager._settle(output, validate=validate)
     return output
 
