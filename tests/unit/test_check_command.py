@@ -35,34 +35,38 @@ def model(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "run"])
+MISTAKES = [
+    ([QUICK, "trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
+    ([QUICK, "partial_rollout.max_stalenes=8"], "=8: no such key; did you mean partial_rollout.max_staleness?"),
+    (
+        [QUICK, "actor_rollout_ref.actor.optm.lr=1"],
+        "=1: no such key; did you mean actor_rollout_ref.actor.optim.lr?",
+    ),
+    ([QUICK, "lr=3"], "lr=3: no such key; did you mean actor_rollout_ref.actor.optim.lr?"),
+    (["--config-name=recipe", "experiment=foo"], "experiment=foo: one of dapo_math17k_1gpu_0.6b, "),
+    (
+        ["--config-name=recipe", "experiment=gsm8k_8gpu"],
+        "experiment=gsm8k_8gpu: did you mean gsm8k_8gpu_4b? one of",
+    ),
+    (["--config-name=nope"], "--config-name=nope: one of "),
+    (
+        [QUICK, "trainer.experiment_name=é"],
+        "hydra cannot read it; other than plain letters need quotes that reach it",
+    ),
+    ([QUICK, "trainer.save_freq"], "trainer.save_freq: an override, KEY=VALUE"),
+    ([QUICK, "+trainer.save_freq=3"], "Could not append to config. An item is already at"),
+    ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "trainer.save_freq=${oc.env:NO_SUCH}: KeyError raised while"),
+    ([QUICK, "trainer.save_freq=${oc.env:HOME}"], "trainer.save_freq="),
+    ([QUICK, "partial_rollout=on"], "partial_rollout=on: a section of keys such as partial_rollout.enable"),
+    ([QUICK, "trainer=5"], "trainer=5: a section of keys such as trainer.balance_batch"),
+    ([QUICK, "data.train_batch_size=abc"], "data.train_batch_size=abc: an integer"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ([QUICK, "trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
-        (
-            [QUICK, "actor_rollout_ref.actor.optm.lr=1"],
-            "=1: no such key; did you mean actor_rollout_ref.actor.optim.lr?",
-        ),
-        ([QUICK, "lr=3"], "lr=3: no such key; did you mean actor_rollout_ref.actor.optim.lr?"),
-        (["--config-name=recipe", "experiment=foo"], "experiment=foo: one of dapo_math17k_1gpu_0.6b, "),
-        (
-            ["--config-name=recipe", "experiment=gsm8k_8gpu"],
-            "experiment=gsm8k_8gpu: did you mean gsm8k_8gpu_4b? one of",
-        ),
-        (["--config-name=nope"], "--config-name=nope: one of "),
-        (
-            [QUICK, "trainer.experiment_name=é"],
-            "hydra cannot read it; other than plain letters need quotes that reach it",
-        ),
-        ([QUICK, "trainer.save_freq"], "trainer.save_freq: an override, KEY=VALUE"),
-        ([QUICK, "+trainer.save_freq=3"], "Could not append to config. An item is already at"),
-        ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "trainer.save_freq=${oc.env:NO_SUCH}: KeyError raised while"),
-        ([QUICK, "trainer.save_freq=${oc.env:HOME}"], "trainer.save_freq="),
-        ([QUICK, "partial_rollout=on"], "partial_rollout=on: a section of keys such as partial_rollout.enable"),
-        ([QUICK, "trainer=5"], "trainer=5: a section of keys such as trainer.balance_batch"),
-        ([QUICK, "data.train_batch_size=abc"], "data.train_batch_size=abc: an integer"),
-    ],
+    ("arguments", "line", "check"),
+    # A run and its check read the command line alike.
+    [*((*each, ["--check"]) for each in MISTAKES), *((*each, []) for each in MISTAKES[::4])],
 )
 def test_mistake_that_hydra_or_omegaconf_finds_is_one_line(monkeypatch, capsys, arguments, line, check):
     code, said = ended(monkeypatch, capsys, *arguments, *check)

@@ -1,6 +1,5 @@
 """A key is declared once: hydra's defaults, the checks and the README's table follow from its declaration."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,10 @@ def test_key_that_an_old_run_lacks_has_its_default():
         ("xyz", "no such key; python -m recipe.partial_rollout.tools keys lists all"),
     ],
 )
-def test_misspelt_key_is_refused_with_the_nearest(monkeypatch, capsys, name, message):
-    monkeypatch.setattr(sys, "argv", ["main_ppo", "--config-name", "quickstart_cpu", f"partial_rollout.{name}=8"])
-    with pytest.raises(SystemExit) as caught:
-        main_ppo.main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == f"config error: partial_rollout.{name}=8: {message}\n"
+def test_misspelt_key_is_refused_with_the_nearest(composed_config, name, message):
+    with pytest.raises(ConfigError) as caught:
+        PartialRolloutConfig.from_config(composed_config("quickstart_cpu", f"+partial_rollout.{name}=8"))
+    assert str(caught.value) == f"partial_rollout.{name}=8: {message}"
 
 
 @pytest.mark.parametrize(
