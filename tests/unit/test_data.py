@@ -8,8 +8,10 @@ import pytest
 from datasets import load_dataset
 from verl.utils.reward_score import default_compute_score
 
+from recipe.partial_rollout.tasks.answers import compute_score
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.data.command import main
+from recipe.partial_rollout.tools.data.named import DATA_SETS
 from tests.unit.runs import write_lines
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "gsm8k"
@@ -109,6 +111,57 @@ def test_verl_scores_rows_of_each_source_alike(tmp_path, name, raw):
         assert score["acc"] is right
 
 
+SETS = {
+    # As on the hub: the file's name, and a row.
+    "deepscaler": ("deepscaler.json", {"problem": "x", "answer": "\\frac{1}{2}", "solution": ""}),
+    "deepmath103k": (
+        "data/train-00000-of-00010.parquet",
+        {"question": "x", "final_answer": "\\frac{1}{2}", "difficulty": 6.0, "topic": "", "r1_solution_1": ""},
+    ),
+    "aime25": ("test.jsonl", {"problem": "x", "answer": "070", "id": "0"}),
+    "amc23": ("data/test-00000-of-00001.parquet", {"id": 0, "question": "x", "answer": "27.0", "url": ""}),
+    "math500": (
+        "test.jsonl",
+        {"problem": "x", "solution": "", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "subject": "", "level": 2},
+    ),
+}
+RIGHT = {
+    "aime25": "70",
+    "amc23": "$27$",
+    "math500": "$(3, \\frac{\\pi}{2})$",
+    "deepmath103k": "$\\frac12$",
+    "deepscaler": "\\dfrac{1}{2}",
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_of_april_are_read_as_the_hub_has_them_and_scored(tmp_path, name):
+    file, row = SETS[name]
+    raw = tmp_path / "hub" / file
+    raw.parent.mkdir(parents=True)
+    rows = [row, {**row, "problem" if "problem" in row else "question": "y"}, row]
+    if raw.suffix == ".parquet":
+        write_parquet(raw, rows)
+    else:
+        raw.write_text(json.dumps(rows) if raw.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    (raw.parents[len(Path(file).parts) - 1] / "README.md").write_text("a card")
+    assert convert(name, tmp_path, tmp_path / "hub") == 0
+    (path,) = (tmp_path / name).glob("*.parquet")
+    first, second = rows_of(path)
+    assert path.stem == first["extra_info"]["split"] == ("train" if name.startswith("deep") else "test")
+    assert "\n\ny\n\n" in second["prompt"][0]["content"]
+    truth = first["reward_model"]["ground_truth"]
+    for answer, right in ((RIGHT[name], True), ("5", False)):
+        said = compute_score(first["data_source"], f"so\nAnswer: {answer}", truth)
+        assert (said["acc"], said["score"]) == (right, 1.0 if right else -1.0), answer
+
+
+def test_each_validation_set_has_a_name_of_its_own():
+    """verl's metrics are by data source."""
+    names = [each.data_source for each in DATA_SETS.values() if "test" in each.splits]
+    assert len({*names}) == len(names)
+
+
 WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "two"}]
 
 
@@ -120,6 +173,7 @@ WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer
         ("gsm8k", {"raw": WITHOUT_MARK}, "a folder with a file of each split (train, test)"),
         ("gsm8k", {"train": WITHOUT_MARK, "test": WITHOUT_MARK}, "row 1 is not in the schema of openai/gsm8k: no ####"),
         ("aime24", {}, "an existing file or folder"),
+        ("amc23", {"raw": [{"id": 1, "answer": "2"}]}, "row 0 is not in the schema of math-ai/amc23: no 'question'"),
         ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
     ],
 )

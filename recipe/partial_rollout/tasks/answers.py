@@ -1,5 +1,7 @@
 """A reward whose validation has accuracy and majority: verl's scores, with the answer that was read.
 
+It also scores DeepScaleR, DeepMath-103K, AMC23 and MATH500 in files of ``tools data``, which verl has no names for.
+
 verl logs ``acc/mean@k`` and ``best@k`` where the reward function returns ``acc``, and ``maj@k`` where it returns ``pred``
 too. Its function for GSM8K returns a bare number. Give this one in its place, in training and validation::
 
@@ -11,10 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score import default_compute_score, math_dapo
 from verl.utils.reward_score.gsm8k import extract_solution
+from verl.utils.reward_score.math_reward import is_equiv
 
 GSM8K = "openai/gsm8k"
+EXPRESSIONS = ("deepscaler", "deepmath", "amc_2023", "math_500")
+"""sources of ``tools data`` whose answers are expressions"""
 NO_ANSWER = "[no answer]"
 """``pred`` of a response without an answer: a string, because verl computes no majority where one is missing"""
 
@@ -24,11 +29,21 @@ def compute_score(
 ) -> Any:
     """verl's ``default_compute_score``; for GSM8K with ``acc`` (0 or 1) and ``pred`` (the answer, as text) beside it.
 
+    Expressions are scored as DAPO-Math is, 1 or -1 by what follows `Answer:`, or are right by verl's equivalence for MATH.
+
     >>> compute_score("openai/gsm8k", "3 + 4 = 7 #### 7", "7")
     {'score': 1.0, 'acc': 1.0, 'pred': '7'}
     >>> compute_score("openai/gsm8k", "I do not know", "7")
     {'score': 0.0, 'acc': 0.0, 'pred': '[no answer]'}
+    >>> compute_score("math_500", "Answer: $\\\\dfrac12$", "\\\\left(\\\\frac{1}{2}\\\\right)")["score"]
+    -1.0
+    >>> compute_score("math_500", "Answer: $(\\\\dfrac12)$", "\\\\left(\\\\frac{1}{2}\\\\right)")["score"]
+    1.0
     """
+    if data_source in EXPRESSIONS:
+        scored: Any = math_dapo.compute_score(solution_str, ground_truth)
+        right = bool(scored["acc"] or is_equiv(scored["pred"], ground_truth))
+        return {**scored, "score": 1.0 if right else -1.0, "acc": right}
     score = default_compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
     if data_source != GSM8K:
         return score

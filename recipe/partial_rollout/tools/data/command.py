@@ -28,9 +28,10 @@ def _parser() -> argparse.ArgumentParser:
             "gsm8k --out data",
             "dapo_math17k aime24 --out data --tokenizer models/Qwen3-4B",
             "gsm8k --out data --from downloads/gsm8k",
+            "deepscaler aime24 aime25 amc23 math500 --out data",
             """reasoning_gym --task chain_sum --config '{"max_digits": 2}' --out data""",
-            more="Raw files come from the hub, or from --from: parquet or JSON lines in the schema of openai/gsm8k (main), "
-            "BytedTsinghua-SIA/DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024 or HuggingFaceH4/aime_2024. Exit code: 2 if "
+            more="Raw files come from the hub, or from --from: parquet, JSON lines or a JSON list in the schema of "
+            f"{', '.join(each.repository for each in DATA_SETS.values())}, or HuggingFaceH4/aime_2024. Exit code: 2 if "
             "they cannot be read.",
         )
     )

@@ -84,17 +84,20 @@ def gsm8k(row: Row) -> NamedProblem:
 
 
 def math_dapo(row: Row) -> NamedProblem:
-    """A row of a data set of DAPO, which is in verl's schema already, or of ``HuggingFaceH4/aime_2024``."""
+    """A row of a data set of DAPO, which is in verl's schema already, or one of a problem and its answer."""
     if "prompt" in row:
         (message,) = row["prompt"]
         return NamedProblem(message["content"], _plain(row["reward_model"]["ground_truth"]))
-    return NamedProblem(f"{_ANSWER_LINE}\n\n{row['problem']}\n\n{_REMINDER}", _plain(row["answer"]))
+    problem = row["problem"] if "problem" in row else row["question"]
+    answer = row["final_answer"] if "final_answer" in row else row["answer"]
+    return NamedProblem(f"{_ANSWER_LINE}\n\n{problem}\n\n{_REMINDER}", _plain(answer))
 
 
 def _plain(answer: object) -> str:
-    """AIME writes 033 where a model answers 33."""
+    """AIME writes 033, AMC 33.0, where a model answers 33."""
     text = str(answer).strip()
-    return str(int(text)) if text.isdecimal() else text
+    whole = text.removesuffix(".0")
+    return str(int(whole)) if whole.isdecimal() else text
 
 
 DATA_SETS = {
@@ -118,6 +121,41 @@ DATA_SETS = {
         files="data/*",
         splits={"test": "train"},
         data_source="aime_2024",
+        problem=math_dapo,
+    ),
+    "deepscaler": DataSet(
+        repository="agentica-org/DeepScaleR-Preview-Dataset",
+        files="*.json",
+        splits={"train": "train"},
+        data_source="deepscaler",
+        problem=math_dapo,
+    ),
+    "deepmath103k": DataSet(
+        repository="zwhe99/DeepMath-103K",
+        files="data/*",
+        splits={"train": "train"},
+        data_source="deepmath",
+        problem=math_dapo,
+    ),
+    "aime25": DataSet(
+        repository="math-ai/aime25",
+        files="*test*",
+        splits={"test": "test"},
+        data_source="aime_2025",
+        problem=math_dapo,
+    ),
+    "amc23": DataSet(
+        repository="math-ai/amc23",
+        files="*test*",
+        splits={"test": "test"},
+        data_source="amc_2023",
+        problem=math_dapo,
+    ),
+    "math500": DataSet(
+        repository="HuggingFaceH4/MATH-500",
+        files="*test*",
+        splits={"test": "test"},
+        data_source="math_500",
         problem=math_dapo,
     ),
 }
