@@ -20,9 +20,9 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.run_session import RunSession
 from recipe.partial_rollout.waits import one_line
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")

@@ -13,10 +13,10 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.waits import finished
 from tests.bench.scripted_engine import ScriptedWorker
 
@@ -115,7 +115,7 @@ class ScriptedTraining:
         session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))
         control = Control(lambda: self.pool)
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
-        context = session.open(control, slots, [], "scripted")
+        session.open(control, slots, [], "scripted")
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         self.manager = manager.remote(settings, store)
         placed = Placement(placement)
@@ -125,7 +125,7 @@ class ScriptedTraining:
             await worker.connect.remote(name, self.manager, 4, {})
 
         self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
-        self.driver = Driver(context, self.manager, store, self.pool, None)
+        self.driver = Driver(session, self.manager, store, self.pool, None)
         session.driver = self.driver
         finished(self.pool.start())
         if session.checkpoints.chosen is not None:

@@ -65,14 +65,14 @@ def guarded(monkeypatch):
         return {}
 
     pool = WorkerPool(workers, spawn, connect, 2, deadlines, stop)
-    context = SimpleNamespace(
+    session = SimpleNamespace(
         settings=SimpleNamespace(deadlines=deadlines),
         stop=stop,
         trainers=[],
         control=SimpleNamespace(load=no_load),
     )
     asyncio.run(pool.start())
-    yield workers, pool, Guard(context, manager, pool)
+    yield workers, pool, Guard(session, manager, pool)
     for actor in [*workers, manager]:
         ray.kill(actor)
 

@@ -24,8 +24,8 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.rows import check_rows
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 
 
 class Killed(BaseException):

@@ -9,10 +9,10 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, RunLog, TrainedGroup
+from recipe.partial_rollout.rollout.session import TrainingSteps, run_settings
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.tools.run_record import load_run
-from recipe.partial_rollout.training.run_session import TrainingSteps, run_settings
 from tests.unit.runs import pr_settings
 
 FACTS = pr_settings(2, 2, 2, slots_per_replica=2, epoch_prompts=4, total=4)

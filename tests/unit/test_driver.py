@@ -83,20 +83,20 @@ class Life:
             separate=self.separate,
             failures=SimpleNamespace(max_masked_fraction=0.0),
         )
-        self.context = context = SimpleNamespace(
+        self.session = session = SimpleNamespace(
             settings=settings,
             control=self.control,
             log=self.log,
             source=self.source,
             stop=self.stop,
             trainers=[],
-            last_step=last_step,
+            steps=SimpleNamespace(last=last_step),
             engine_metrics=AsyncMock(return_value={}),
             figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )
         manager, self.pool = Local(self.manager), Pool(self.worker)
-        self.driver = Driver(context, manager, InProcess(), self.pool, None)
+        self.driver = Driver(session, manager, InProcess(), self.pool, None)
         self.driver._book = self.book
 
     async def start(self):
@@ -166,7 +166,7 @@ async def test_next_batch_a_checkpoint_and_validation_wait_for_the_update(placem
         await driver.finish_step()
         with pytest.raises(RuntimeError, match="the trainer has no batch: there is nothing to finish"):
             await driver.finish_step()
-        figures = one.context.figures
+        figures = one.session.figures
         assert figures.pop("timing/hold_s", 0) >= 0
         assert figures == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
 

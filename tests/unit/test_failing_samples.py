@@ -129,7 +129,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
     batch.meta_info["validate"] = validate
     failures = SimpleNamespace(max_masked_fraction=most)
     manager = object.__new__(ObservedAgentLoopManager)
-    manager.context = SimpleNamespace(settings=SimpleNamespace(failures=failures))
+    manager.session = SimpleNamespace(settings=SimpleNamespace(failures=failures))
 
     async def generate():
         made = worker(function, **options)

@@ -83,14 +83,14 @@ class Life:
         async def load():
             return {"a": (1, next(tokens))}
 
-        self.context = SimpleNamespace(
+        self.session = SimpleNamespace(
             settings=SimpleNamespace(deadlines=deadlines),
             stop=self.stop,
             trainers=trainers,
             control=SimpleNamespace(load=load),
             source=None,
         )
-        self.guard = Guard(self.context, handle, self.pool)
+        self.guard = Guard(self.session, handle, self.pool)
 
     async def _connect(self, i, name, worker):
         await asyncio.sleep(self.connecting_s)
@@ -234,7 +234,7 @@ async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
 
 async def test_manager_that_wants_prompts_gets_what_the_source_has():
     async with life() as one:
-        one.context.source = SimpleNamespace(take=lambda count: [f"prompt {count}"], left=7)
+        one.session.source = SimpleNamespace(take=lambda count: [f"prompt {count}"], left=7)
         answers = iter([PromptsWanted(2), "complete"])
         assert await one.guard.wait_batch(lambda: asyncio.sleep(0, next(answers))) == "complete"
         one.manager.offer.assert_awaited_once_with(["prompt 2"], 7)
@@ -256,7 +256,7 @@ async def test_manager_that_wants_prompts_gets_what_the_source_has():
 async def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_not(readings, progress):
     async with life(deadlines=Deadlines(stall_s=0.004)) as one:
         loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
-        one.context.control = AsyncMock(**{"load.side_effect": [*loads, asyncio.CancelledError]})
+        one.session.control = AsyncMock(**{"load.side_effect": [*loads, asyncio.CancelledError]})
         with pytest.raises(asyncio.CancelledError):
             await one.guard._watch_engines()
         assert one.manager.note_decoding.await_count == progress

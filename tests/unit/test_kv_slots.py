@@ -10,7 +10,7 @@ import pytest
 
 from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.rollout.context import RolloutContext
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
 
 
@@ -62,11 +62,12 @@ def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
     control.__len__.return_value = 2
     control.new_preemptions = AsyncMock(side_effect=[4, None])
     settings = SimpleNamespace(batch_samples=96, deadlines=Deadlines())
-    context = RolloutContext(settings, control, chosen, *[None] * 4, steps_per_epoch=1, last_step=1, figures={})
-    assert context.full_concurrency == 74 and context.slots_of_a_worker(3) == math.ceil(74 / 3)
-    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
+    session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
+    session.control, session.slots = control, chosen
+    assert session.full_concurrency == 74 and session.slots_of_a_worker(3) == math.ceil(74 / 3)
+    assert asyncio.run(session.engine_metrics()) == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
     changed = [chosen.reckon((call(100, 64), call(300, 114))) for _ in range(2)]
     assert changed == [True, False], "the manager is told once"
-    assert context.slots_of_a_worker(3) == 50, "two replicas with 75 slots, three workers"
-    assert context.full_concurrency == 96, "a batch has no more"
-    assert asyncio.run(context.engine_metrics()) == {"rollout/slots_per_replica": 75}
+    assert session.slots_of_a_worker(3) == 50, "two replicas with 75 slots, three workers"
+    assert session.full_concurrency == 96, "a batch has no more"
+    assert asyncio.run(session.engine_metrics()) == {"rollout/slots_per_replica": 75}

@@ -16,10 +16,10 @@ from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError, w
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from verl_ext.tracking_observer import observed_tracking
 
 ARMS = ("PR", "noPR")

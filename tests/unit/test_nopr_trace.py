@@ -31,9 +31,9 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
     monkeypatch.setattr(AgentLoopManager, "generate_sequences", generate)
     manager, rounds = object.__new__(ObservedAgentLoopManager), []
     settings = SimpleNamespace(batch_groups=2, samples_per_group=1, failures=FailureLimits())
-    manager.context = SimpleNamespace(
+    manager.session = SimpleNamespace(
         settings=settings,
-        steps_per_epoch=1,
+        steps=SimpleNamespace(per_epoch=1),
         log=SimpleNamespace(round=rounds.append),
         control=SimpleNamespace(load=nothing),
         slots=SimpleNamespace(reckon=lambda calls: None),

@@ -22,11 +22,11 @@ from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_s
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.rollout.session import TrainingSteps
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.run_session import TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trainer_run import session_of
 

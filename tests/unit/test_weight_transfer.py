@@ -123,11 +123,16 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     control = ServerControl(replicas, 5.0, restarts=1)
     control.announce_restarted = nothing
     settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
-    context = SimpleNamespace(
-        settings=settings, control=control, log=versions, source=versions.source, last_step=99, figures={}
+    session = SimpleNamespace(
+        settings=settings,
+        control=control,
+        log=versions,
+        source=versions.source,
+        steps=SimpleNamespace(last=99),
+        figures={},
     )
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
-    driver = Driver(context, versions, None, pool, None)
+    driver = Driver(session, versions, None, pool, None)
     driver.begin()
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)

@@ -44,7 +44,7 @@ from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.session import RunSession
     from recipe.partial_rollout.rollout.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -68,22 +68,20 @@ class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
-        context: of the run; its ``source`` is there.
+        session: of the run; its ``source`` is there.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         pool: the agent-loop workers, connected to ``manager``.
         balancer: handle of verl's load balancer, which serves validation.
     """
 
-    def __init__(
-        self, context: RolloutContext, manager: Any, store: RayObjects, pool: WorkerPool, balancer: Any
-    ) -> None:
-        self._context, self._control = context, context.control
-        self._stops = not context.settings.separate
+    def __init__(self, session: RunSession, manager: Any, store: RayObjects, pool: WorkerPool, balancer: Any) -> None:
+        self._session, self._control = session, session.control
+        self._stops = not session.settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
         self._pool, self._balancer = pool, balancer
-        self._book, self._guard = StepBook(context), Guard(context, manager, pool)
+        self._book, self._guard = StepBook(session), Guard(session, manager, pool)
         self._state = RolloutState.QUIET
         self._trains = False
         """whether ``begin`` was called"""
@@ -117,7 +115,7 @@ class Driver:
 
     def _begin_version(self, version: int) -> None:
         """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
-        source = self._context.source
+        source = self._session.source
         assert source is not None
         self._beginning = self._manager.begin_version.remote(version, self._prompts, source.left)
         self._version, self._prompts = version, []
@@ -130,7 +128,7 @@ class Driver:
 
     async def _take_prompts(self, wanted: int | None = None) -> None:
         """Read the prompts that the next version admits; None: as many as the manager wants now."""
-        source = self._context.source
+        source = self._session.source
         assert source is not None
         if wanted is None:
             what = "asking the manager how many prompts it wants"
@@ -175,7 +173,7 @@ class Driver:
             self.note_phase("hold", version, self._held_at, time.time())
 
     def _goes_on(self, version: int) -> bool:
-        return self._trains and version < self._context.last_step
+        return self._trains and version < self._session.steps.last
 
     async def sleep(self) -> None:
         """The trainer wants device memory that the replicas share with it; separate ones have their own, and decode on."""
@@ -189,11 +187,11 @@ class Driver:
 
     def note_phase(self, name: str, version: int, start: float, end: float) -> None:
         """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
-        self._context.log.add(Phase(name, version, start, end))
-        self._context.figures[f"timing/{name}_s"] = end - start
+        self._session.log.add(Phase(name, version, start, end))
+        self._session.figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
-        announcing = self._control.announce_restarted(self._balancer, self._pool, self._context.log)
+        announcing = self._control.announce_restarted(self._balancer, self._pool, self._session.log)
         await self._guard.wait(announcing, "announcing restarted replicas", key=None)
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -209,8 +207,8 @@ class Driver:
             StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
         """
         self._require_trained("the next batch")
-        asked_at, context = time.time(), self._context
-        context.log.add(Begin(step, asked_at))
+        asked_at, session = time.time(), self._session
+        session.log.add(Begin(step, asked_at))
         if self._stops:
             await self._start_round(step)
         elif self._state is not RolloutState.RUNNING:
@@ -220,7 +218,7 @@ class Driver:
             ready = await self._guard.wait_batch(
                 lambda: self._manager.wait_batch.remote(self._stops),
                 lambda: show_round(
-                    step, began, context.settings.batch_groups, self._control.load, self._manager.standing.remote
+                    step, began, session.settings.batch_groups, self._control.load, self._manager.standing.remote
                 ),
             )
         except StopTraining:
@@ -233,12 +231,12 @@ class Driver:
             since, waits = asked_at, {"interrupt_s": taken_at - ready.decided_at}
         else:
             since, waits = self._since, {"wait_s": taken_at - asked_at}
-            context.log.add(Phase("wait", step, asked_at, taken_at))
+            session.log.add(Phase("wait", step, asked_at, taken_at))
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
         groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
-        batch.check(context.settings.batch_groups, context.settings.failures.max_masked_fraction)
+        batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._step, self._since = batch, step, taken_at
         if self._stops and self._goes_on(step):
             await self._take_prompts(ready.wanted)
@@ -260,7 +258,7 @@ class Driver:
         Raises:
             RuntimeError: the trainer has no batch.
         """
-        batch, context = self._batch, self._context
+        batch, session = self._batch, self._session
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         if self._state is RolloutState.REPORTING:
@@ -280,12 +278,12 @@ class Driver:
         )
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        context.figures.update(self._book.note(batch, account, calls))
-        context.figures["failures/workers_restarted_total"] = self._pool.restarted
-        context.figures.update(await context.engine_metrics())
-        if context.slots.reckon(calls):
+        session.figures.update(self._book.note(batch, account, calls))
+        session.figures["failures/workers_restarted_total"] = self._pool.restarted
+        session.figures.update(await session.engine_metrics())
+        if session.slots.reckon(calls):
             # Samples that are granted keep their slots.
-            resizing = self._manager.resize_workers.remote(context.slots_of_a_worker(len(self._pool)))
+            resizing = self._manager.resize_workers.remote(session.slots_of_a_worker(len(self._pool)))
             await self._guard.wait(resizing, "telling the manager of the workers' slots")
         self._batch = None
 
@@ -325,12 +323,12 @@ class Driver:
         finally:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
-            self._context.log.add(Phase("flush", self._step, began, time.time()))
+            self._session.log.add(Phase("flush", self._step, began, time.time()))
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
         spared = await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
-        if self._context.settings.group_filter is None:
+        if self._session.settings.group_filter is None:
             return
         self._book.resume(spared)
         if self._stops:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ray.exceptions import RayActorError
 
 from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
-from recipe.partial_rollout.rollout.progress import Load, decoded_between
+from recipe.partial_rollout.rollout.replicas import Load, decoded_between
 from recipe.partial_rollout.waits import answer_of, one_line, result_of, wait, whole
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.session import RunSession
     from recipe.partial_rollout.rollout.workers import WorkerPool
 
 T = TypeVar("T")
@@ -40,14 +40,14 @@ class Guard:
     """Waits, with deadlines.
 
     Args:
-        context: of the run.
+        session: of the run.
         manager: handle of the manager actor.
         pool: the agent-loop workers, connected to ``manager``.
     """
 
-    def __init__(self, context: RolloutContext, manager: Any, pool: WorkerPool) -> None:
-        self._context = context
-        self._deadlines = context.settings.deadlines
+    def __init__(self, session: RunSession, manager: Any, pool: WorkerPool) -> None:
+        self._session = session
+        self._deadlines = session.settings.deadlines
         self._manager = manager
         self._pool = pool
 
@@ -91,13 +91,13 @@ class Guard:
             StopTraining: the user asked for it.
             TimeoutError: the manager does not answer.
         """
-        context = self._context
-        looks = (context.stop.watch, self._watch_trainers, self._watch_engines, self._watch_manager_and_workers)
+        session = self._session
+        looks = (session.stop.watch, self._watch_trainers, self._watch_engines, self._watch_manager_and_workers)
         while True:
             answer = await self.wait(ask(), "the round", None, [watch() for watch in (*looks, *watches)])
             if not isinstance(answer, PromptsWanted):
                 return answer
-            source = context.source
+            source = session.source
             assert source is not None
             prompts = source.take(answer.count)
             offered = self._manager.offer.remote(prompts, source.left)
@@ -132,7 +132,7 @@ class Guard:
         Raises:
             TrainerLostError: one died.
         """
-        trainers = self._context.trainers
+        trainers = self._session.trainers
         while True:
             await asyncio.gather(*[_look_after(trainers, rank) for rank in range(len(trainers))])
             await asyncio.sleep(LOOK_EVERY_S)
@@ -143,7 +143,7 @@ class Guard:
         before: Load = {}
         while True:
             await asyncio.sleep(self._deadlines.stall_s / ASKED_IN_A_STALL)
-            now = await self._context.control.load()
+            now = await self._session.control.load()
             if decoded_between(before, now):
                 await self._manager.note_decoding.remote()
             before |= now

@@ -15,10 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from recipe.partial_rollout.manager.types import Standing
+from recipe.partial_rollout.rollout.replicas import Load, decoded_between
 from recipe.partial_rollout.waits import one_line
-
-Load = dict[str, tuple[int, int]]
-"""address of a replica to the requests that it runs and the tokens decoded since its start"""
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +76,6 @@ async def show_round(
             else:
                 bar.set_description_str(line)
             before, last = now, loads
-
-
-def decoded_between(before: Load, after: Load) -> int:
-    """Tokens that the replicas decoded between two answers; one that died or came back in between counts as 0.
-
-    >>> decoded_between({"a": (3, 100), "b": (3, 900)}, {"a": (2, 160), "c": (4, 10)})
-    60
-    """
-    return sum(max(0, tokens - before[address][1]) for address, (_, tokens) in after.items() if address in before)
 
 
 async def _answer(ask: Callable[[], Awaitable[Any]]) -> Any:

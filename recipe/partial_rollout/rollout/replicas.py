@@ -22,6 +22,9 @@ from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.workers import WorkerPool
 
+Load = dict[str, tuple[int, int]]
+"""address of a replica to the requests that it runs and the tokens decoded since its start"""
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,8 +97,8 @@ class ServerControl:
         """Let the replicas take their device memory again."""
         await self._all("waking up", lambda replica: replica.wake_up())
 
-    async def load(self) -> dict[str, tuple[int, int]]:
-        """Address to the requests that a replica runs and the tokens it has decoded since its start, of those that answer.
+    async def load(self) -> Load:
+        """What the replicas run and have decoded, of those that answer.
 
         Of another the log says why, once in a row; its death surfaces where its answer to a request is awaited, or at the
         next interruption.
@@ -202,3 +205,12 @@ def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:
         if isinstance(answer, BaseException) and not means_death(answer):
             raise answer
     return {address: answer for address, answer in answers.items() if not isinstance(answer, BaseException)}
+
+
+def decoded_between(before: Load, after: Load) -> int:
+    """Tokens that the replicas decoded between two answers; one that died or came back in between counts as 0.
+
+    >>> decoded_between({"a": (3, 100), "b": (3, 900)}, {"a": (2, 160), "c": (4, 10)})
+    60
+    """
+    return sum(max(0, tokens - before[address][1]) for address, (_, tokens) in after.items() if address in before)

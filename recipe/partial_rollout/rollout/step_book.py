@@ -14,7 +14,7 @@ from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_en
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.context import RolloutContext
+    from recipe.partial_rollout.rollout.session import RunSession
 
 
 @dataclass(slots=True)
@@ -71,11 +71,11 @@ class StepBook:
     """Books batches that are trained.
 
     Args:
-        context: of the run.
+        session: of the run.
     """
 
-    def __init__(self, context: RolloutContext) -> None:
-        self._context = context
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
         self._spared = 0
         """groups of equal reward that were trained despite dynamic sampling"""
 
@@ -89,11 +89,11 @@ class StepBook:
         Args:
             calls: engine calls that ended since the last booking.
         """
-        context, size = self._context, self._context.settings.batch_groups
+        session, size = self._session, self._session.settings.batch_groups
         gauges = account.metrics
         phase = RolloutPhase(batch.since, batch.until, tuple(calls))
         trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-        context.log.round(
+        session.log.round(
             Round(
                 step=batch.step,
                 phase=phase,
@@ -107,19 +107,19 @@ class StepBook:
             )
         )
         return {
-            **phase_metrics(phase, context.full_concurrency, goes_on=context.settings.separate),
+            **phase_metrics(phase, session.full_concurrency, goes_on=session.settings.separate),
             **batch_metrics(batch.groups, trained, batch.version),
             **length_metrics(trained),
             **gauges,
             **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
             "overlap": batch.start.carried_groups / size,
-            "failures/replicas_restarted_total": context.control.restarted,
+            "failures/replicas_restarted_total": session.control.restarted,
             **self._filter_metrics(batch.step, len(account.filtered), gauges),
         }
 
     def _filter_metrics(self, step: int, filtered: int, gauges: dict[str, float]) -> dict[str, float]:
         """How many groups dynamic sampling filtered in ``step``."""
-        group_filter = self._context.settings.group_filter
+        group_filter = self._session.settings.group_filter
         if group_filter is None:
             return {}
         spared = int(gauges["filter/spared_total"]) - self._spared

@@ -15,9 +15,9 @@ from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
-from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.step_book import check_masked, length_metrics, phase_metrics
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
@@ -38,20 +38,20 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
-    context: RolloutContext
+    session: RunSession
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)
 
-    def connect(self, context: RolloutContext, pad_id: int) -> None:
-        """Observe the run of ``context``; call it once, after the workers are up.
+    def connect(self, session: RunSession, pad_id: int) -> None:
+        """Observe the run of ``session``; call it once, after the workers are up.
 
         Args:
             pad_id: token id of the padding.
         """
-        self.context = context
+        self.session = session
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -64,31 +64,31 @@ class ObservedAgentLoopManager(AgentLoopManager):
             output = await self._validate(prompts, super().generate_sequences(prompts))
             return output
         step, start = prompts.meta_info["global_steps"], time.time()
-        size, load = self.context.settings.batch_groups, self.context.control.load
+        size, load = self.session.settings.batch_groups, self.session.control.load
         showing = show_round(step, time.monotonic(), size, load)
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
-        self.context.figures.update(self._note(phase, prompts, output))
-        self.context.figures.update(await self.context.engine_metrics())
-        self.context.slots.reckon(phase.calls)
+        self.session.figures.update(self._note(phase, prompts, output))
+        self.session.figures.update(await self.session.engine_metrics())
+        self.session.slots.reckon(phase.calls)
         return output
 
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
-        output = await wait(generated, None, "validation", None, watches=[self.context.stop.watch()])
+        output = await wait(generated, None, "validation", None, watches=[self.session.stop.watch()])
         self._settle(output, validate=True)
         end = time.time()
-        if not self.context.settings.enable:
+        if not self.session.settings.enable:
             # The next batch's are counted from here; PR's driver knows its own by their names.
             await self._take_calls()
-        self.context.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
+        self.session.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         """The engine calls of all workers that ended since they were last taken."""
         asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
-        deadline_s = self.context.settings.deadlines.interrupt_s
+        deadline_s = self.session.settings.deadlines.interrupt_s
         lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
@@ -104,19 +104,19 @@ class ObservedAgentLoopManager(AgentLoopManager):
         spread_infos(output, validate=validate)
         errors = [error for error in output.non_tensor_batch.get("sample_error", ()) if error is not None]
         what = "validation" if validate else "batch"
-        check_masked(errors, len(output), self.context.settings.failures.max_masked_fraction, what)
+        check_masked(errors, len(output), self.session.settings.failures.max_masked_fraction, what)
         if errors:
             fate = "count in no mean" if validate else "are masked"
             print(f"warning: {len(errors)} of the {len(output)} samples of a {what} {fate}; one of them: {errors[0]}")
 
     def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
         """Note a phase of noPR, in which every sample started and ended, under one version."""
-        settings = self.context.settings
+        settings = self.session.settings
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
-        epoch_groups = self.context.steps_per_epoch * size
+        epoch_groups = self.session.steps.per_epoch * size
         columns = prompts.non_tensor_batch
         identity = {key: columns[key] for key in _IDENTITY if key in columns}
         trained = []
@@ -134,9 +134,9 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        self.context.log.round(Round(step=step, phase=phase, trained=trained))
+        self.session.log.round(Round(step=step, phase=phase, trained=trained))
         return {
-            **phase_metrics(phase, self.context.full_concurrency),
+            **phase_metrics(phase, self.session.full_concurrency),
             **length_metrics(trained),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
@@ -150,19 +150,19 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     client_class = PartialRolloutLLMClient
     driver: Driver
 
-    def connect(self, context: RolloutContext, pad_id: int) -> None:
+    def connect(self, session: RunSession, pad_id: int) -> None:
         """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
-        settings, control, workers = context.settings, context.control, self.agent_loop_workers
+        settings, control, workers = session.settings, session.control, self.agent_loop_workers
         deadline_s = settings.deadlines.interrupt_s
-        self.context, self._pad_id = context, pad_id
+        self.session, self._pad_id = session, pad_id
         store = RayObjects(deadline_s)
         # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
         bounded = settings.group_filter is not None and settings.drain
-        train_groups = context.last_step * settings.batch_groups if bounded else None
+        train_groups = session.steps.last * settings.batch_groups if bounded else None
         manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
 
         async def introduce(i: int, name: str, worker: Any) -> None:
-            slots, place = context.slots_of_a_worker(len(workers)), i / len(workers)
+            slots, place = session.slots_of_a_worker(len(workers)), i / len(workers)
             await worker.connect.remote(name, manager, slots, control.servers, place)
 
         pool = WorkerPool(
@@ -171,9 +171,9 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
             connect=introduce,
             restarts=settings.failures.worker_restarts,
             deadlines=settings.deadlines,
-            stop=context.stop,
+            stop=session.stop,
         )
-        self.driver = Driver(context, manager, store, pool, self.llm_client._load_balancer)
+        self.driver = Driver(session, manager, store, pool, self.llm_client._load_balancer)
         auto_await(pool.start)()
 
     def _spawn(self, i: int) -> Any:

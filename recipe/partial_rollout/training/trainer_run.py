@@ -23,15 +23,14 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, ch
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
-from recipe.partial_rollout.rollout.context import RolloutContext
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
-from recipe.partial_rollout.training.run_session import RunSession, TrainingSteps
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
@@ -110,7 +109,8 @@ class TrainerRun:
         """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
         if self.settings.enable:
             self.send_loss()
-        rollout.connect(self._open_session(), self.tokenizer.pad_token_id)
+        self._open_session()
+        rollout.connect(self.session, self.tokenizer.pad_token_id)
         if self.settings.enable:
             self.session.driver = rollout.driver
         self.checkpoint_manager = RecipeCheckpointManager(
@@ -121,7 +121,7 @@ class TrainerRun:
             log=self.session.log,
         )
 
-    def _open_session(self) -> RolloutContext:
+    def _open_session(self) -> None:
         """Find the slots of the replicas that verl has made, and open the run's records."""
         settings = self.settings
         control = ServerControl(
@@ -140,7 +140,7 @@ class TrainerRun:
         print(slots.describe())
         strategy = self.config.actor_rollout_ref.actor.strategy
         name = self.config.trainer.experiment_name
-        return self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
+        self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""

@@ -5,8 +5,8 @@ It knows no verl. Whatever trains holds one, and calls it in this order::
     session = RunSession(settings, checkpoints)      of which one may be chosen to resume from
     session.begin()                                  makes it the run's past; what else was in its directory is set aside
     session.offer(loader, steps)                     PR: the data as a stream of prompts
-    session.open(control, slots, trainers, ...)      opens the run's log; PR: what it returns makes a driver
-    session.driver = ...                             PR
+    session.open(control, slots, trainers, ...)      opens the run's log
+    session.driver = ...                             PR: made of the session
     session.load()                                   PR, if it resumes
     each step:  driver.next_batch -> update -> complete_step -> save
     session.end, session.complete
@@ -15,13 +15,14 @@ It knows no verl. Whatever trains holds one, and calls it in this order::
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -30,13 +31,14 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cu
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RunLog, RunSettings
 from recipe.partial_rollout.records.run_log import NAME as LOG
-from recipe.partial_rollout.rollout.context import RolloutContext
-from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import ERROR_LOG, finished
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.driver import Driver
 
 CONFIG = "config.yaml"
 METRICS_PATH = "VERL_FILE_LOGGER_PATH"
@@ -105,9 +107,13 @@ class RunSession:
         self.driver: Driver
         """PR; set by whoever makes it"""
         self.figures: dict[str, float] = {}
-        """``RolloutContext.figures``"""
-        self.log: RunLog
+        """metrics of the step that is logged next, without the ``partial_rollout/`` prefix"""
         self.steps: TrainingSteps
+        self.log: RunLog
+        self.control: ServerControl
+        self.slots: ReplicaSlots
+        self.trainers: Sequence[Any]
+        """handles of the trainer workers, in the order of their ranks"""
 
     @property
     def branch(self) -> str | None:
@@ -161,13 +167,14 @@ class RunSession:
 
     def open(
         self, control: ServerControl, slots: ReplicaSlots, trainers: Sequence[Any], experiment: str, strategy: str = ""
-    ) -> RolloutContext:
-        """Open the run's log; returns what the driver needs.
+    ) -> None:
+        """Open the run's log, once verl has made the replicas.
 
         Args:
             trainers: handles of the trainer workers, in the order of their ranks.
             experiment: name of the run, strategy: of verl's actor; for the report.
         """
+        self.control, self.slots, self.trainers = control, slots, trainers
         self.settings = settings = replace(self.settings, slots_per_replica=slots.per_replica)
         directory = self.run_dir
         if not self.trains:
@@ -176,18 +183,23 @@ class RunSession:
         resumed = self.checkpoints.resumed_step
         facts = run_settings(settings, experiment, len(control), self.steps, resumed, trainer=strategy)
         self.log = RunLog(directory, facts, control.addresses)
-        return RolloutContext(
-            settings=settings,
-            control=control,
-            slots=slots,
-            log=self.log,
-            source=self.source,
-            stop=self.stop,
-            trainers=trainers,
-            steps_per_epoch=self.steps.per_epoch,
-            last_step=self.steps.last,
-            figures=self.figures,
-        )
+
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def slots_of_a_worker(self, workers: int) -> int:
+        """The share of the replicas' slots that each of ``workers`` has."""
+        return math.ceil(self.slots.per_replica * len(self.control) / workers)
+
+    @property
+    def full_concurrency(self) -> int:
+        """Samples of one batch that can run at once."""
+        return min(self.settings.batch_samples, self.slots.per_replica * len(self.control))
+
+    async def engine_metrics(self) -> dict[str, float]:
+        """Slots of a replica and, if the engines count them, the requests preempted since the last step."""
+        figures: dict[str, float] = {"rollout/slots_per_replica": self.slots.per_replica}
+        preemptions = await self.control.new_preemptions()
+        return figures if preemptions is None else {**figures, "rollout/preemptions": preemptions}
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
