@@ -14,6 +14,7 @@ from verl_ext import (
     reported_entropy,
     reward_workers,
     trained_rows,
+    v1,
     weight_socket,
 )
 from verl_ext.guard import require_tested_pair, when_imported
@@ -25,6 +26,9 @@ EVERYWHERE = (
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
+    ("verl.trainer.ppo.v1.trainer_base", trained_rows.patch_means),
+    ("verl.trainer.ppo.v1.trainer_base", v1.know_recipe),
+    ("verl.trainer.constants_ppo", v1.know_keys),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),

@@ -101,6 +101,26 @@ def patch_trainer(module: Any) -> None:
         data.batch["token_level_rewards"][rows] = of_rows.batch["token_level_rewards"]
         return data, metrics
 
+    verls_speculation = module.compute_spec_decode_metrics
+
+    @functools.wraps(verls_speculation)
+    def compute_spec_decode_metrics(
+        drafts: Any, accepts: Any, verifies: Any, non_padding_mask: Any = None
+    ) -> dict[str, Any]:
+        if drafts is not None:
+            # A sample that failed, or whose every call a journal answered, has no counts.
+            told = np.array([each is not None for each in drafts])
+            non_padding_mask = told if non_padding_mask is None else told & non_padding_mask
+        return verls_speculation(drafts, accepts, verifies, non_padding_mask)
+
+    module.apply_kl_penalty = apply_kl_penalty
+    module.compute_spec_decode_metrics = compute_spec_decode_metrics
+    patch_means(module)
+
+
+def patch_means(module: Any) -> None:
+    """So do the means that a trainer's module logs; v1's has the other functions of ``RayPPOTrainer``'s."""
+
     def of_trained(original: Any) -> Any:
         @functools.wraps(original)
         def means(batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -109,15 +129,5 @@ def patch_trainer(module: Any) -> None:
 
         return means
 
-    verls_speculation = module.compute_spec_decode_metrics
-
-    @functools.wraps(verls_speculation)
-    def compute_spec_decode_metrics(drafts: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        # A sample that failed, or whose every call a journal answered, has no counts.
-        told = None if drafts is None else [each is not None for each in drafts]
-        return verls_speculation(drafts, *args, **{"non_padding_mask": told, **kwargs})
-
-    module.apply_kl_penalty = apply_kl_penalty
-    module.compute_spec_decode_metrics = compute_spec_decode_metrics
     for name in _MEANS:
         setattr(module, name, of_trained(getattr(module, name)))

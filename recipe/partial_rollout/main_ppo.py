@@ -109,6 +109,13 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
+    directory = check_and_wire(config)
+    with nullcontext() if config.trainer.get("val_only") else locked(directory):
+        train(begin(directory, config), config)
+
+
+def check_and_wire(config: DictConfig) -> Path:
+    """Check ``config`` and complete it; the run's directory."""
     from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.preflight.rows import check_files
     from recipe.partial_rollout.preflight.settings_check import check_config
@@ -125,12 +132,11 @@ def run(config: DictConfig) -> None:
     directory = Path(config.trainer.default_local_dir)
     os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
     show_warnings()
-    with nullcontext() if config.trainer.get("val_only") else locked(directory):
-        _run_in(directory, config)
+    return directory
 
 
-def _run_in(directory: Path, config: DictConfig) -> None:
-    """Check what depends on the run's directory and data; then leave it to Ray."""
+def begin(directory: Path, config: DictConfig) -> TaskRunner:
+    """Check what depends on the run's directory and data, and begin the run; what is left needs Ray."""
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
     from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
@@ -147,7 +153,7 @@ def _run_in(directory: Path, config: DictConfig) -> None:
     session.begin()
     if session.trains:
         OmegaConf.save(config, directory / "config.yaml", resolve=True)
-    train(runner, config)
+    return runner
 
 
 def train(runner: TaskRunner, config: DictConfig) -> None:

@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 import ray
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.import_utils import load_class_from_fqn
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
@@ -180,6 +182,9 @@ class TaskRunner(BaseTaskRunner):
 
     def _train(self, nodes: ClusterNodes) -> None:
         config = self.config
+        if config.trainer.use_v1:
+            self._train_v1(nodes)
+            return
         _, worker_group_class = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_resource_pool(config)
@@ -203,3 +208,33 @@ class TaskRunner(BaseTaskRunner):
         )
         trainer.init_workers()
         trainer.fit()
+
+    def _train_v1(self, nodes: ClusterNodes) -> None:
+        """As verl's ``TaskRunnerV1``, in this process."""
+        import transfer_queue as tq
+
+        from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
+
+        config = self.config
+        validate_config(
+            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
+        config.transfer_queue.enable = True
+        tq.init(config.transfer_queue)
+        try:
+            groups = with_master_ports(RayWorkerGroup)
+            # pyright: verl's decorator hides that its class is whole
+            trainer: Any = PartialRolloutPPOTrainer(
+                config, worker_group_class=groups, session=self.session, nodes=nodes
+            )
+            trainer.init()
+            manager_class: Any = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class)
+            manager = manager_class.create(
+                config=config,
+                llm_client=trainer.get_llm_client(),
+                teacher_client=trainer.get_teacher_client(),
+                reward_loop_worker_handles=trainer.get_reward_handles(),
+            )
+            trainer.fit(manager)
+        finally:
+            tq.close()

@@ -29,6 +29,8 @@ CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
 ROOT = "partial_rollout"
 """the node of the config that the keys are under"""
+V1_MODE = "partial_rollout"
+"""``trainer.v1.trainer_mode`` under which verl's v1 knows the recipe's trainer"""
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 """verl's key for the overlong penalty of its dapo reward manager"""
 
@@ -397,6 +399,11 @@ def register_keys() -> None:
 def default_of(name: str) -> Any:
     """The default of key ``partial_rollout.NAME``; ``name`` is dotted."""
     return next(each.default for each in declarations(PartialRolloutConfig) if each.name == name)
+
+
+def verls_own(config: DictConfig) -> bool:
+    """Whether a v1 trainer of verl's own runs ``config``, which is then no run of the recipe."""
+    return config.trainer.use_v1 and config.trainer.v1.trainer_mode != V1_MODE
 
 
 # -- devices of the trainer and of the engines -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from verl.utils.import_utils import resolve_config_path
 from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.config.settings import CONF_DIR, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import CONF_DIR, V1_MODE, engine_devices, trainer_devices
 from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
 from recipe.partial_rollout.waits import one_line
 
@@ -330,6 +330,7 @@ PACKAGES = (
     Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
     Package("liger_kernel", "actor_rollout_ref.model.use_liger", True, "pip install liger-kernel"),
     Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
+    Package("transfer_queue", "trainer.v1.trainer_mode", V1_MODE),
     Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
     Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
 )
@@ -372,7 +373,8 @@ def check_devices_of_ray(config: DictConfig, available: int) -> None:
 
 def cpus_for_ray(config: DictConfig) -> int:
     """CPUs without which Ray would wait for ever to place trainers, engines and the rest."""
-    return CPUS_PER_TRAINER * trainer_devices(config) + CPUS_PER_ENGINE * engine_devices(config) + 1
+    queue = 1 + config.transfer_queue.backend.SimpleStorage.num_data_storage_units if config.trainer.use_v1 else 0
+    return CPUS_PER_TRAINER * trainer_devices(config) + CPUS_PER_ENGINE * engine_devices(config) + queue + 1
 
 
 def check_cpus(config: DictConfig, available: int) -> None:

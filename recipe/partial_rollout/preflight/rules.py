@@ -18,6 +18,7 @@ from verl.workers.config import CriticConfig
 
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
+    V1_MODE,
     Correction,
     Placement,
     ResumeKV,
@@ -93,7 +94,11 @@ def _divided(engine: str) -> Iterator[Rule]:
 
 
 _TRAINING = (
-    only("trainer.use_v1", False, "the recipe subclasses verl's RayPPOTrainer"),
+    Rule(
+        "trainer.v1.trainer_mode",
+        lambda v, c: not c.trainer.use_v1 or v == V1_MODE,
+        f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh",
+    ),
     one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
     *(least(key, 1) for key in ("trainer.total_epochs", _BATCH, "rollout.n", _GPUS, "trainer.nnodes")),
     *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),

@@ -222,6 +222,8 @@ class RecipeCheckpointManager:
         self._transfer = transfer_of(verls, deadline_s)
         self._driver = driver
         self._log = log
+        self._version = 0
+        """sent last"""
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -235,13 +237,14 @@ class RecipeCheckpointManager:
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """Send the trainer's weights to every replica as policy version ``global_steps``.
+        """Send the trainer's weights to every replica as policy version ``global_steps``; None: the version sent last.
 
         Raises:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
-        version, start, sent = global_steps or 0, time.time(), {}
+        version = self._version = self._version if global_steps is None else global_steps
+        start, sent = time.time(), {}
         if self._driver is None and self._verls.backend != "naive":
             sent = await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:

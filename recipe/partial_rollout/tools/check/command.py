@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import (
+    Mode,
+    PartialRolloutConfig,
+    engine_devices,
+    trainer_devices,
+    verls_own,
+)
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import (
@@ -82,7 +88,7 @@ def check_run(config: DictConfig) -> Iterator[Finding]:
     Raises:
         ConfigError: the settings do not hold, or an input that is there does not fit them.
     """
-    settings = check_settings(_as_no_pr(config) if config.trainer.use_v1 else config)
+    settings = check_settings(_as_no_pr(config) if verls_own(config) else config)
     # Its paths are relative where a copy was checked.
     find_tools(config)
     lacking = list(map(missing, missing_inputs(config)))
@@ -113,7 +119,7 @@ def _check_contents(config: DictConfig) -> str:
     data, model = config.data, config.actor_rollout_ref.model
     check_files(config)
     check_model(config)
-    checkpoints = None if config.trainer.use_v1 else check_checkpoints(config)
+    checkpoints = None if verls_own(config) else check_checkpoints(config)
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
     unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
@@ -171,7 +177,7 @@ def plan(
 
 def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
     algorithm = f"{config.algorithm.adv_estimator}, {config.actor_rollout_ref.actor.strategy}"
-    if config.trainer.use_v1:
+    if verls_own(config):
         return f"verl's own v1 trainer, {config.trainer.v1.trainer_mode}; {algorithm}"
     if not settings.enable:
         return f"noPR, verl's synchronous rollout; {algorithm}"

@@ -1,0 +1,54 @@
+"""Patches for verl's v1 trainers: one more name in their registry, and the class of their worker groups.
+
+``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
+So the registry imports the recipe's when it is asked for it, and hydra learns the recipe's keys before that command
+composes its config. They may go when verl's command imports what a config names.
+
+v1's ``_setup`` has no option for the class of its worker groups, so the name that it calls is replaced while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from verl_ext.guard import VERL, replaced, require
+
+_REGISTERS = "recipe.partial_rollout.verl_command"
+"""module that registers the recipe's trainer"""
+
+
+class _Registry(dict):
+    """verl's registry, which imports the recipe's trainer when it is asked for a name that verl has not."""
+
+    def __missing__(self, name: str) -> Any:
+        importlib.import_module(_REGISTERS)
+        if name not in self:
+            raise KeyError(name)
+        return self[name]
+
+
+def know_recipe(module: Any) -> None:
+    """``module``, verl's ``trainer_base``, finds the recipe's trainer by its name."""
+    module.TRAINER_REGISTRY = _Registry(module.TRAINER_REGISTRY)
+
+
+def know_keys(module: Any) -> None:
+    """Hydra finds the recipe's keys; ``module`` is one that verl's command imports first."""
+    importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
+
+
+@contextlib.contextmanager
+def worker_groups(worker_group_class: type) -> Iterator[None]:
+    """In this context v1's trainers, and separate engines, have worker groups of this class, a ``RayWorkerGroup``."""
+    from verl.trainer.ppo.v1 import trainer_base
+    from verl.workers.rollout import replica
+
+    require("verl", VERL, "v1")
+    with (
+        replaced(trainer_base, "RayWorkerGroup", worker_group_class),
+        replaced(replica, "RayWorkerGroup", worker_group_class),
+    ):
+        yield
