@@ -105,13 +105,13 @@ def patch_trainer(module: Any) -> None:
 
     @functools.wraps(verls_speculation)
     def compute_spec_decode_metrics(
-        drafts: Any, accepts: Any, verifies: Any, non_padding_mask: Any = None
+        spec_drafts: Any, spec_accepts: Any, spec_verifies: Any, non_padding_mask: Any = None
     ) -> dict[str, Any]:
-        if drafts is not None:
+        if spec_drafts is not None:
             # A sample that failed, or whose every call a journal answered, has no counts.
-            told = np.array([each is not None for each in drafts])
+            told = np.array([each is not None for each in spec_drafts])
             non_padding_mask = told if non_padding_mask is None else told & non_padding_mask
-        return verls_speculation(drafts, accepts, verifies, non_padding_mask)
+        return verls_speculation(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 
     module.apply_kl_penalty = apply_kl_penalty
     module.compute_spec_decode_metrics = compute_spec_decode_metrics

@@ -144,7 +144,7 @@ MISTAKES = {
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
-    "trainer.use_v1=True": "False",
+    "trainer.use_v1=True trainer.v1.trainer_mode=sync": "partial_rollout with trainer.use_v1=True",
     "trainer.resume_mode=never": "one of auto, disable, resume_path",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",

@@ -54,6 +54,7 @@ def gpu_machine(monkeypatch):
         ((*SEPARATE, f"{ROLLOUT}.checkpoint_engine.backend=shm"), None),
         (SEPARATE, "cupy"),
         (("arm=colocate_async",), "transfer_queue"),
+        (("trainer.use_v1=True",), "transfer_queue"),
         (("engine=megatron",), "megatron"),
     ],
 )
@@ -87,7 +88,11 @@ def test_verl_still_needs_the_package_where_the_map_says_so():
     assert f"import {modules['nccl']}" in nccl and f"import {modules['colocate_async']}" in trainer
 
 
-@pytest.mark.parametrize(("overrides", "needed"), [((), 25), (("trainer.n_gpus_per_node=4", *SEPARATE), 21)])
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    # v1: TransferQueue's controller and its 8 storage units have one each
+    [((), 25), (("trainer.n_gpus_per_node=4", *SEPARATE), 21), (("trainer.use_v1=True",), 34)],
+)
 def test_ray_needs_three_cpus_a_trainer_two_an_engine_and_one(build, overrides, needed):
     config = build("experiment=gsm8k_8gpu_4b", *overrides)
     check_cpus(config, needed)

@@ -93,6 +93,13 @@ NEEDED = [
     ("verl.trainer.ppo.ray_trainer", "LLMServerManager.create("),
     ("verl.trainer.ppo.ray_trainer", "worker_group=self.actor_rollout_wg"),
     ("verl.workers.rollout.replica", "= RayWorkerGroup("),
+    ("verl.trainer.ppo.v1.trainer_base", "= RayWorkerGroup("),
+    ("verl.trainer.ppo.v1.trainer_base", "self.logger = Tracking("),
+    ("verl.trainer.ppo.v1.trainer_base", "return TRAINER_REGISTRY[name]"),
+    (
+        "verl.trainer.ppo.v1.trainer_base",
+        "compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, non_pad",
+    ),
     ("verl.experimental.reward_loop.reward_loop", 'return {"reward_score": rm_score}'),
     ("verl.experimental.agent_loop.agent_loop", 'result["reward_extra_info"]'),
     (f"{VLLM_ROLLOUT}.vllm_async_server", '"VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()'),

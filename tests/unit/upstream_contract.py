@@ -37,6 +37,25 @@ verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer trainer_run main_ppo t
         _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
         _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager
     reads: agent_loop_manager_class
+verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
+    has: tokenizer train_dataset train_dataloader llm_server_manager checkpoint_manager actor_rollout_wg replay_buffer
+        reward_loop_manager global_steps total_training_steps trainer_mode __init__ init fit
+        _setup _build_replay_buffer _init_dataloader on_init_end prepare_step _load_checkpoint _save_checkpoint
+        _compute_reward_colocate _compute_old_log_prob _update_actor _update_critic _balance_batch _validate
+        _val_metrics_update _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client
+        get_reward_handles
+verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer trained_rows
+    has: RayWorkerGroup TRAINER_REGISTRY Tracking compute_data_metrics compute_variance_proxy_metrics
+    calls: register_trainer(name)
+    reads: _enable_hybrid_replicas
+verl.trainer.constants_ppo <- task_runner plugin
+    calls: get_ppo_ray_runtime_env(config)
+transfer_queue <- rounds trainer task_runner
+    has: KVBatchMeta close
+    calls: init(conf) kv_list(partition_id) kv_batch_put(*, keys, partition_id, fields, tags)
+        kv_clear(*, keys, partition_id) kv_batch_get(keys, partition_id, *, select_fields)
+transfer_queue:KVBatchMeta <- rounds trainer
+    has: keys tags partition_id extra_info
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
         init_resource_pool_mgr
@@ -77,7 +96,7 @@ verl.workers.rollout.llm_server:LLMServerManager <- trainer_run standalone_engin
     has: __init__ get_replicas
 verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     has: LLMServerManager apply_kl_penalty compute_data_metrics compute_variance_proxy_metrics
-    calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, *, non_padding_mask)
+    calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
 verl.workers.rollout.replica <- standalone_engines facts
