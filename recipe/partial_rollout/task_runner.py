@@ -223,8 +223,7 @@ class TaskRunner(BaseTaskRunner):
         tq.init(config.transfer_queue)
         try:
             groups = with_master_ports(RayWorkerGroup)
-            # pyright: verl's decorator hides that its class is whole
-            trainer: Any = PartialRolloutPPOTrainer(
+            trainer: Any = PartialRolloutPPOTrainer(  # pyright: ignore[reportAbstractUsage]
                 config, worker_group_class=groups, session=self.session, nodes=nodes
             )
             trainer.init()

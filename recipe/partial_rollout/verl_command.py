@@ -14,7 +14,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint.lineage import locked
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.settings import V1_MODE
 from recipe.partial_rollout.task_runner import with_master_ports
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
