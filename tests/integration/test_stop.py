@@ -33,7 +33,7 @@ main_ppo.main()
 
 @pytest.mark.parametrize(
     ("moment", "number", "code"),
-    [("init", signal.SIGHUP, 129), ("waiting", signal.SIGTERM, 143), ("waiting", signal.SIGINT, 130)],
+    [("init", signal.SIGHUP, 129), ("waiting", signal.SIGTERM, 143)],
 )
 def test_signal_while_ray_and_engines_start_ends_the_run_in_one_line(moment, number, code):
     process = subprocess.Popen(

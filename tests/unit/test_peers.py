@@ -1,27 +1,19 @@
 """The table of peers over runs whose figures can be worked out by hand."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from tests.studies.__main__ import main as run_study
 from tests.studies.peers.arms import ARMS, SEPARATE
 from tests.studies.peers.document import table_of
-from tests.studies.peers.figures import compare, read_rows
+from tests.studies.peers.figures import compare
 from tests.studies.peers.run import PeerRun
 from tests.studies.runner import Study
 from tests.unit.runs import write_training
 
 STEPS = 8
-RESULTS = Path(__file__).parents[1] / "studies" / "results"
-
-
-def arm_of(name):
-    return next(arm for arm in ARMS if arm.name == name)
 
 
 def build_run(arm, repeat, *, rollout_s=1.0, stale=0.0, full=None, tokens=1000.0, quality_s=None, **figures):
@@ -118,21 +110,3 @@ def test_report_is_written_from_complete_runs(tmp_path, capsys):
     rows = json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
     assert {row["arm"] for row in rows} == {"noPR", "v1_colocate_async", "PR_bounded"}
     assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("peers*.json")), ids=lambda path: path.stem)
-def test_figures_of_an_earlier_report_are_reported_again(tmp_path, path, capsys):
-    assert run_study(["peers", "--report-only", "--figures", str(path), "--docs", str(tmp_path)]) == 0
-    assert "PR, bounded" in capsys.readouterr().out and (tmp_path / "peers.png").exists()
-    again, before = read_rows(tmp_path / "peers.json"), read_rows(path)
-    assert [row.arm for row in again] == [row.arm for row in before]
-    assert again[0].median("rollout_ms") == before[0].median("rollout_ms")
-
-
-def test_verls_own_trainer_composes_in_a_process_of_its_own(tmp_path):
-    """Whether it finds the recipe's keys shows only where nothing else has registered them."""
-    command = Study(tmp_path, ARMS, (1,), STEPS, "quickstart_cpu").command(arm_of("v1_colocate_async_quick"), 1)
-    done = subprocess.run([*command, "--cfg", "job"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    config = OmegaConf.create(done.stdout)
-    assert config.trainer.v1.trainer_mode == "colocate_async" and config.partial_rollout.enable

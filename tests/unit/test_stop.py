@@ -114,7 +114,7 @@ main_ppo.main()
 
 
 def test_signal_while_the_engines_start_ends_the_run_in_one_line_whatever_handlers_libraries_set_and_nohup_is_obeyed():
-    """``tests/integration/test_stop.py`` has each signal, and Ray's own handlers."""
+    """``tests/integration/test_stop.py`` has the other signals, and Ray's own handlers."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", STARTING],
         stdout=subprocess.PIPE,
