@@ -193,7 +193,9 @@ class Life:
             await self.actor.release_worker(self.name)
         self.lives += 1
         self.name, self.handle, self.worker = f"w{self.lives}", Remote(self.actor), LoopWorker(self)
-        self.worker.connect(self.name, self.handle, self.slots, None)
+        self.worker.connect(self.name, self.handle, self.slots, {})
+        # It asks verl's client, which is scripted.
+        self.worker.llm_client.replicas = None
         self.serving = asyncio.create_task(self.worker.serve())
         self.serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.sleep(0.002)
