@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.studies.learning.arms import at_rates
+from recipe.partial_rollout.preflight.settings_check import check_settings
+from tests.studies.learning.arms import ARMS, COMMON, ESTIMATORS, at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
 from tests.studies.learning.document import falls_table
 from tests.studies.learning.figures import Gap, compare
+from tests.studies.learning.published import estimators_table, staleness_table, write_published
 from tests.studies.learning.run import SERIES, LearningRun
 from tests.studies.processes import WarmProcess, run_fresh
 from tests.studies.runner import Study
@@ -118,6 +120,42 @@ def test_falls_of_the_recipe_are_counted_by_region_and_schedule_over_arms_and_le
         ["0.0003", "mask", "constant", "1 of 2", "1 of 1; 1 of 1", "1"],
         ["0.0003", "mask", "cosine", "0 of 1", "0 of 0; 0 of 1", "0"],
     ]
+
+
+def test_areals_table_has_a_row_an_eta_and_says_what_has_not_run():
+    held, fell = (0.9,) * 6, (0.9,) * 3 + (0.3,) * 3
+    runs = [build_run(held, seed=seed) for seed in (1, 2)]
+    runs += [build_run(held, arm="PR_eta_4", step_s=1.0), build_run(held, arm="PR_eta_4_wait")]
+    runs += [build_run(fell, arm="PR_eta_8_uncorrected", seed=seed) for seed in (1, 2)]
+    # As runs are called whose update gives the proximal policy; other rates are other tables.
+    runs += [build_run(held, arm="PR_eta_2_mask_update"), build_run(fell, arm="PR_eta_2_mask", rate=1e-4)]
+    rows = {row[0]: row[1:] for row in staleness_table(runs).rows}
+    assert [*rows] == ["0 (noPR)", "1", "2", "4", "8", "16", "unbounded", "4, without interruption"]
+    none = ["not run", "", ""]
+    assert rows["4"] == ["+0.000", "0 of 1", "0.50", *none, *none]
+    assert rows["8"] == [*none, "-0.600 ± 0.000", "2 of 2", "1.00", *none]
+    assert rows["2"] == [*none, *none, "+0.000", "0 of 1", "1.00"]
+    assert rows["16"] == none * 3 and rows["4, without interruption"][:3] == ["+0.000", "0 of 1", "1.00"]
+
+
+def test_estimators_are_compared_with_their_own_nopr(tmp_path):
+    runs = [build_run((0.9,) * 6), build_run((0.5,) * 6, arm="noPR_rloo"), build_run((0.6,) * 6, arm="PR_rloo")]
+    rows = {row[0]: row[1:] for row in estimators_table(runs).rows}
+    assert rows["RLOO"] == ["0.500", "0.600", "+0.100", "0 of 1", "1.00"]
+    assert rows["GSPO"] == ["not run", "", "", "", ""]
+    # The page names the arms that would fill it.
+    write_published(runs, tmp_path, "the command")
+    text = (tmp_path / "staleness.md").read_text()
+    asked = {word for line in text.splitlines() if "--arms" in line for word in line.partition("--arms ")[2].split()}
+    assert asked <= ARMS.keys() and {"PR_eta_16", "noPR_gspo", "PR_gspo"} <= asked
+
+
+@pytest.mark.parametrize(
+    "name", ["PR_eta_unbounded_uncorrected", *(f"{s}_{e}" for e in ESTIMATORS for s in ("noPR", "PR"))]
+)
+def test_arm_of_these_tables_passes_the_checks(resolved_config, name):
+    (arm,) = at_rates((name,), (3e-4,))
+    check_settings(resolved_config("quickstart_cpu", *COMMON, *arm.overrides))
 
 
 def test_arms_are_compared_within_pairs():

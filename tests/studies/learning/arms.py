@@ -41,17 +41,35 @@ def _overtaking(share: float, overlap: float) -> Arm:
     return Arm(f"PR_overtake_{share:g}_{overlap:g}", caption, overrides)
 
 
-def _eta(eta: int) -> Arm:
+ETAS = (1, 2, 4, 8, 16, "unbounded")
+"""AReaL's, beside 0, which is noPR"""
+ESTIMATORS = {
+    "rloo": "RLOO",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
+    "grpo_passk": "GRPO_PASSK",
+    "opo": "OPO",
+    "gpg": "GPG",
+    "gspo": "GSPO",
+    "sapo": "SAPO",
+}
+"""file of ``conf/algorithm`` -> caption"""
+UPDATED = "_update"
+
+
+def _eta(eta: int | str) -> Arm:
     """Of AReaL's ablation (arXiv 2505.24298): what its bound on staleness costs and buys, with and without its loss.
 
     AReaL has one knob, eta: it admits as many samples as can be trained within eta versions, so eta is both window and
     bound. AReaL's samples can pass its bound; these cannot. The rollout seconds of these arms are the trainer's waits:
-    compare whole steps. At eta 0 all losses are the same, with noPR's samples.
+    compare whole steps. At eta 0 all losses are the same, with noPR's samples. Unbounded, what is in flight is still
+    limited: as at eta 16, as AReaL limits its concurrent rollouts.
     """
+    in_flight, bound = (16, 1000) if eta == "unbounded" else (eta, eta)
     overrides = (
         "partial_rollout.placement=separate",
-        f"{_OVERLAP}={eta}",
-        f"partial_rollout.max_staleness={eta}",
+        f"{_OVERLAP}={in_flight}",
+        f"partial_rollout.max_staleness={bound}",
         "partial_rollout.correction=decoupled",
     )
     return Arm(f"PR_eta_{eta}", f"PR, separate, eta {eta}", overrides)
@@ -88,6 +106,15 @@ def _changed(arm: Arm, *names: str) -> Arm:
 
 _DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", "mask")
 _QUICK = _changed(_bounded(1.5), "mask")
+
+
+def _of_estimator(arm: Arm, name: str) -> Arm:
+    """``arm`` with another estimator or loss; PR's trust region is what the recipe chooses for it."""
+    side = arm.name.partition("_")[0]
+    overrides = (*arm.overrides, f"algorithm={name}", "partial_rollout.trust_region=auto")
+    return Arm(f"{side}_{name}", f"{side}, {ESTIMATORS[name]}", overrides)
+
+
 _COLOCATE = next(arm for arm in PEERS if arm.name == "v1_colocate_async_quick")
 
 ARMS = {
@@ -102,16 +129,17 @@ ARMS = {
         *(_changed(_bounded(1.5), "mask", name) for name in ("recompute", "seq_mean")),
         _changed(_overtaking(0, 2.0), "mask"),
         _overtaking(1.0, 2.0),
-        *map(_eta, (1, 4, 8)),
-        _changed(_eta(2), "mask"),
-        *(_changed(_eta(8), name) for name in ("uncorrected", "mask", "recompute", "decay")),
+        *map(_eta, ETAS),
+        *(_changed(_eta(eta), name) for eta in ETAS for name in ("uncorrected", "mask")),
+        *(_changed(_eta(8), name) for name in ("recompute", "decay")),
         _changed(_eta(8), "mask", "decay"),
         _delayed(8),
         _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
+        *(_of_estimator(arm, name) for name in ESTIMATORS for arm in (BASELINE, _DEFAULT)),
     )
 }
-"""by name; a run of one is called ``name@lr``. In ``results/`` their names end in ``_update``; without it verl's pass over
+"""by name; a run of one is called ``name@lr``. In ``results/`` their names end in ``UPDATED``; without it verl's pass over
 the batch ran in every step"""
 USUAL = (BASELINE.name, "PR_bounded_1.5", _QUICK.name)
 

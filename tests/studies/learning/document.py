@@ -1,4 +1,4 @@
-"""``runs.md`` and ``runs.png``: the arms of a study, and every run."""
+"""``runs.md`` and ``runs.png``: the arms of a study, and every run; ``published`` writes beside them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.studies.arm import BASELINE
 from tests.studies.held_out import QUALITY, WARM_UP
 from tests.studies.learning.arms import caption_of
 from tests.studies.learning.figures import NEAR, ArmFigures, Gap, compare
+from tests.studies.learning.published import write_published
 from tests.studies.learning.run import FALL, LAST, LearningRun
 from tests.studies.picture import BASELINE_HUE, DPI, OTHERS_HUE, OURS_HUE, plain
 from tests.studies.spread import standard_errors, with_error
@@ -36,6 +37,7 @@ def report(runs: Sequence[LearningRun], docs: Path, command: str) -> Table:
     table = arms_table(arms)
     (docs / TEXT).write_text(_text((falls_table(runs), table, runs_table(runs)), command), encoding="utf-8")
     draw(arms, docs / PICTURE)
+    write_published(runs, docs, command)
     return table
 
 

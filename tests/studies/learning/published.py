@@ -1,0 +1,127 @@
+"""``staleness.md`` and ``staleness.png``: AReaL's table of staleness with and without the decoupled loss, and its figure;
+estimators, PR against noPR."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from recipe.partial_rollout.tools.table import Table
+from tests.studies.arm import BASELINE
+from tests.studies.learning.arms import ESTIMATORS, ETAS, UPDATED
+from tests.studies.learning.figures import ArmFigures, compare
+from tests.studies.learning.run import FALL, LearningRun
+from tests.studies.picture import BASELINE_HUE, DPI, plain
+from tests.studies.spread import with_error
+
+TEXT, PICTURE = "staleness.md", "staleness.png"
+RATE = 3e-4
+"""of the table"""
+LOSSES = {"": "decoupled", "_uncorrected": "not corrected", "_mask": "decoupled, with the mask"}
+"""end of the arm's name -> column"""
+WAITS = "PR_eta_4_wait"
+"""engines that end their requests before they load; the option is deleted"""
+SEEDS = 2
+"""of a cell"""
+NOT_RUN = "not run"
+
+
+def write_published(runs: Sequence[LearningRun], docs: Path, command: str) -> None:
+    """Save both tables and the picture in ``docs``; ``command`` makes them again."""
+    script = "bash tests/scripts/learning_study.sh --ledger tests/studies/results/runs.jsonl --starts 0"
+    found = _by_arm(runs)
+    etas = [f"PR_eta_{eta}{ending}" for eta in ETAS for ending in LOSSES]
+    etas = [arm for arm in etas if arm not in found or len(found[arm].every) < SEEDS]
+    pairs = [f"{side}_{name}" for name in ESTIMATORS for side in (BASELINE.name, "PR")]
+    parts = [
+        "# Staleness and the decoupled loss; estimators",
+        "Embedded task. Differences of the final held-out reward (mean of three validations) from noPR's are within "
+        "pairs of one warm start and seed, mean and standard error over pairs. Fell: runs whose mean of three validations "
+        f"fell by {FALL:g}. Step: seconds per trained token over noPR's, median. Eta is AReaL's one knob: `overlap` and "
+        "`max_staleness` alike, with separate placement; unbounded: in flight as at 16. Rows are of different commits: "
+        f"[every run](runs.md). Written by `{command}`.",
+        staleness_table(runs).markdown(),
+        f"![held-out reward against steps]({PICTURE})",
+        "The lines are means over different warm starts, some of which end lower: the table compares within pairs.",
+        f"**Cells with fewer than {SEEDS} runs.** What trains them:",
+        f"```bash\n{script} --seeds 1 2 --arms noPR {' '.join(etas)}\n```",
+        estimators_table(runs).markdown(),
+        "Each has trained two steps of either arm (`tests/e2e/test_algorithms.py`). One pair each of 24 steps:",
+        f"```bash\n{script} --seeds 1 --steps 24 --arms {' '.join(pairs)}\n```",
+    ]
+    (docs / TEXT).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    draw_staleness(runs, docs / PICTURE)
+
+
+def staleness_table(runs: Sequence[LearningRun]) -> Table:
+    """As AReaL's table 2 (arXiv 2505.24298): a row an eta, three columns a loss; what has not run says so."""
+    found = _by_arm(runs)
+    header = ["eta", *(f"{loss}: {what}" for loss in LOSSES.values() for what in ("final minus noPR", "fell", "step"))]
+    rows = [["0 (noPR)", *(_cells(found.get(BASELINE.name)) * len(LOSSES))]]
+    rows += [[f"{eta}", *_row(found, f"PR_eta_{eta}", tuple(LOSSES))] for eta in ETAS]
+    rows.append(["4, without interruption", *_cells(found.get(WAITS)), *_cells(None), *_cells(None)])
+    return Table(f"AReaL's staleness and loss, learning rate {RATE:g}", header, rows)
+
+
+def _row(found: dict[str, ArmFigures], arm: str, endings: Sequence[str]) -> list[str]:
+    return [cell for ending in endings for cell in _cells(found.get(f"{arm}{ending}"))]
+
+
+def _cells(arm: ArmFigures | None) -> list[str]:
+    if arm is None:
+        return [NOT_RUN, "", ""]
+    gap = arm.gap(lambda run: run.final)
+    fell = sum(run.fell for run in arm.every)
+    step = arm.ratio(lambda run: run.step_per_token)
+    return [with_error(gap.mean, gap.error, sign=True), f"{fell} of {len(arm.every)}", f"{step:.2f}"]
+
+
+def _by_arm(runs: Sequence[LearningRun]) -> dict[str, ArmFigures]:
+    """Each arm's figures at the length that most of its runs have, under one name whether or not verl's pass ran."""
+    named = [replace(run, arm=run.arm.removesuffix(UPDATED)) for run in runs if run.rate == RATE]
+    found: dict[str, ArmFigures] = {}
+    for figures in compare(named):
+        if figures.arm not in found or len(figures.runs) > len(found[figures.arm].runs):
+            found[figures.arm] = figures
+    return found
+
+
+def draw_staleness(runs: Sequence[LearningRun], path: Path) -> None:
+    """As AReaL's figure 5: held-out reward against steps, a panel a loss, a line an eta; noPR in grey."""
+    found = _by_arm(runs)
+    figure = Figure(figsize=(4.2 * len(LOSSES), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(LOSSES), sharex=True, sharey=True)
+    hues = dict(zip(ETAS, colormaps["viridis_r"](np.linspace(0.1, 1, len(ETAS))), strict=True))
+    for axes, (ending, loss) in zip(panels, LOSSES.items(), strict=True):
+        lines = [(BASELINE.caption, found.get(BASELINE.name), BASELINE_HUE)]
+        lines += [(f"eta {eta}", found.get(f"PR_eta_{eta}{ending}"), hues[eta]) for eta in ETAS]
+        for label, arm, colour in lines:
+            if arm is not None:
+                mean = np.mean([run.held_out for run in arm.runs], axis=0)
+                axes.plot(arm.runs[0].validated_at, mean, color=colour, linewidth=2, label=f"{label} ({len(arm.runs)})")
+        axes.set_title(loss, fontsize=10, loc="left")
+        axes.set_xlabel("step")
+        axes.legend(frameon=False, fontsize=8)
+        plain(axes)
+    panels[0].set_ylabel("held-out reward, mean over runs")
+    figure.savefig(path, dpi=DPI)
+
+
+def estimators_table(runs: Sequence[LearningRun]) -> Table:
+    """A row an estimator: PR at the recipe's default minus noPR, of the same estimator."""
+    rows = []
+    for name, caption in ESTIMATORS.items():
+        own = {f"{BASELINE.name}_{name}": BASELINE.name, f"PR_{name}": "PR"}
+        arms = compare([replace(run, arm=own[run.arm]) for run in runs if run.arm in own])
+        pair = next((arm for arm in arms if arm.arm == "PR"), None)
+        if pair is None:
+            rows.append([caption, NOT_RUN, "", "", "", ""])
+            continue
+        before = [f"{np.mean([run.final for run in side]):.3f}" for side in (pair.bases, pair.runs)]
+        rows.append([caption, *before, *_cells(pair)])
+    return Table("Estimators", ["", BASELINE.name, "PR", "final minus noPR", "PR fell", "step"], rows)
