@@ -1,9 +1,10 @@
 """An agent loop that takes too long between two engine calls ends its sample; its waits elsewhere do not count.
 
-``test_worker`` and ``test_loops_of_all_kinds`` have loops that hang, and that catch what ends them.
+``test_worker`` has a loop that hangs.
 """
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -32,6 +33,18 @@ def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_then_star
         return "done"
 
     assert run(loop, deadline_s=0.25) == "done"
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException], ids=["catches errors", "catches its cancellation"])
+def test_loop_ends_with_the_error_that_ended_it_whatever_it_catches(caught):
+    async def loop(clock):
+        clock.end(ValueError("no answer"))
+        with contextlib.suppress(caught):
+            await asyncio.sleep(60)
+        return "trained all the same"
+
+    with pytest.raises(ValueError, match="no answer"):
+        run(loop, deadline_s=None)
 
 
 async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_end_is_nobodys():
