@@ -5,9 +5,10 @@
 
 import errno
 import fcntl
-import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -253,29 +254,34 @@ def test_rows_drawn_without_a_seed_are_the_same_in_every_process_of_the_run(star
     assert taken(start(*drawn, "trainer.resume_mode=disable", arm=arm)) != taken(first)
 
 
-def hold(directory, told):
-    with locked(directory):
-        told.send(os.getpid())
-        told.recv()
+HOLDER = """
+import sys
+from pathlib import Path
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked
+
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
     start(save=2)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    other = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path / "run", theirs))
-    other.start()
-    assert ours.poll(120)
-    pid, before = ours.recv(), listing(tmp_path / "run")
-    words = (
-        rf"^trainer.default_local_dir=.*/run: another directory, or wait: process {pid} on host {os.uname().nodename} "
+    command, pipes = (
+        [sys.executable, "-c", HOLDER, tmp_path / "run"],
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
     )
+    other = subprocess.Popen(command, **pipes)
+    assert other.stdout.readline() == b"held\n"
+    before = listing(tmp_path / "run")
+    held = f"process {other.pid} on host {os.uname().nodename} "
+    words = rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"
     with pytest.raises(ConfigError, match=words):
         start()
     assert listing(tmp_path / "run") == before
     start("trainer.val_only=True")
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
-    ours.send("end")
-    other.join(60)
+    other.communicate(timeout=60)
     assert start().session.checkpoints.resumed_step == 2
 
 
