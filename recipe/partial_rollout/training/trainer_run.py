@@ -139,6 +139,8 @@ class TrainerRun:
         )
         print(slots.describe())
         strategy = self.config.actor_rollout_ref.actor.strategy
+        if self.config.trainer.use_v1:
+            strategy += " under v1"
         name = self.config.trainer.experiment_name
         self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
 
