@@ -75,7 +75,7 @@ class Life:
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
         self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
         self.control = AsyncMock(**{"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt})
-        self.book = MagicMock(**{"note.return_value": {"length/bias": 1.0}})
+        self.book = MagicMock(return_value={"length/bias": 1.0})
         settings = SimpleNamespace(
             deadlines=Deadlines(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0),
             batch_groups=1,
@@ -97,7 +97,6 @@ class Life:
         )
         manager, self.pool = Local(self.manager), Pool(self.worker)
         self.driver = Driver(session, manager, InProcess(), self.pool, None)
-        self.driver._book = self.book
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, {})
@@ -134,7 +133,7 @@ class Life:
     @property
     def booked(self):
         """Batches of the steps that were finished."""
-        return [batch for (batch, *_), _ in self.book.note.call_args_list]
+        return [batch for (_, batch, *_), _ in self.book.call_args_list]
 
     @property
     def phases(self):
@@ -146,13 +145,15 @@ class Life:
 async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS, started=True):
     """A life over prompts of ``lengths``."""
     one = Life(lengths, placement, last_step)
-    try:
-        if started:
-            await one.start()
-        yield one
-    finally:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "booked", one.book)
+        try:
+            if started:
+                await one.start()
+            yield one
+        finally:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
 
 
 @both
@@ -255,7 +256,7 @@ async def test_step_is_booked_with_the_calls_of_training_samples_alone(placement
         samples = ("0/0#0", "a4f0", "a4f1")
         one.pool.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
         await one.step(1)
-        assert [call.sample for call in one.book.note.call_args.args[2]] == ["0/0#0"]
+        assert [call.sample for call in one.book.call_args.args[3]] == ["0/0#0"]
 
 
 async def test_separate_step_is_booked_from_the_batch_before_to_this_one():

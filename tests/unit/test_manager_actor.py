@@ -218,6 +218,30 @@ async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with
     assert uids(first.filtered) == ["0/2"] and "0/3" in batch.admitted and uids(second.filtered) == ["0/3"]
 
 
+async def test_equal_group_that_is_trained_all_the_same_is_told_with_its_step_alone_after_a_resume_too(
+    prompts, output, tmp_path
+):
+    """Three prompts, and no more: a batch of two lets one go."""
+    path, equal = str(tmp_path / "manager.state"), {"batch": 2, "n": 2, "group_filter": FilterSettings("reward")}
+
+    async def steps(actor, version, *admitted):
+        await actor.register_worker("w0", 8)
+        await actor.begin_version(version, *admitted)
+        for grant in await actor.claim("w0"):
+            await end(actor, output, grant.sample_id)
+        batch = await soon(actor.wait_batch(False))
+        return await actor.finish_step(uids(batch.groups))
+
+    actor = actor_of(**equal)
+    account = await steps(actor, 0, prompts(5)[:3], 0)
+    assert (len(account.filtered), account.spared) == (1, 2)
+    await actor.save(path)
+    resumed = actor_of(**equal)
+    await resumed.load(path)
+    account = await steps(resumed, 1, prompts(5)[3:], 0)
+    assert (len(account.filtered), account.spared) == (0, 2)
+
+
 async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_version_begins_where_data_ends(prompts):
     actor = actor_of(batch=2, group_filter=FilterSettings("reward"))
     await actor.begin_version(0, prompts(4), 6)

@@ -86,6 +86,8 @@ class ManagerActor:
         self._errors = FirstErrors()
         self._new_errors: list[ToldError] = []
         """of the present step"""
+        self._spared = 0
+        """``Counters.spared_groups`` when the last step was finished, or when its checkpoint was loaded"""
         self._flushed_at = time.time()
         """when the last flush ended, unix seconds"""
         self._metrics_at_flush: dict[str, float] | None = None
@@ -205,7 +207,8 @@ class ManagerActor:
         self._metrics_at_flush = None
         self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
-        return StepAccount(self._manager.groups.take_filtered(), metrics, errors)
+        before, self._spared = self._spared, self._manager.counters.spared_groups
+        return StepAccount(self._manager.groups.take_filtered(), metrics, errors, self._spared - before)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
@@ -270,8 +273,8 @@ class ManagerActor:
         captured = self._manager.capture()
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
-    async def load(self, path: str) -> int:
-        """Restore the snapshot at ``path``, before the first version; returns its ``Counters.spared_groups``.
+    async def load(self, path: str) -> None:
+        """Restore the snapshot at ``path``, before the first version.
 
         Raises:
             TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
@@ -279,7 +282,7 @@ class ManagerActor:
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
         self._manager.load_state_dict(state)
-        return self._manager.counters.spared_groups
+        self._spared = self._manager.counters.spared_groups
 
     # -- workers ---------------------------------------------------------------------------------------------------
 

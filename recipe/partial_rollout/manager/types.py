@@ -351,6 +351,8 @@ class StepAccount:
     """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
     errors: tuple[ToldError, ...] = ()
     """those that workers have told since the step before, the first of each kind"""
+    spared: int = 0
+    """groups that dynamic sampling let through since the step before, although all their samples have the same score"""
 
 
 class RolloutFailedError(RuntimeError):

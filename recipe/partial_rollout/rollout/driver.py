@@ -39,7 +39,7 @@ from recipe.partial_rollout.manager.types import Prompt, StepAccount, TakenGroup
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import show_round
-from recipe.partial_rollout.rollout.step_book import StepBatch, StepBook
+from recipe.partial_rollout.rollout.step_book import StepBatch, booked
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import result_of
 
@@ -81,7 +81,7 @@ class Driver:
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
         self._pool, self._balancer = pool, balancer
-        self._book, self._guard = StepBook(session), Guard(session, manager, pool)
+        self._guard = Guard(session, manager, pool)
         self._state = RolloutState.QUIET
         self._trains = False
         """whether ``begin`` was called"""
@@ -278,7 +278,7 @@ class Driver:
         )
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        session.figures.update(self._book.note(batch, account, calls))
+        session.figures.update(booked(session, batch, account, calls))
         session.figures["failures/workers_restarted_total"] = self._pool.restarted
         session.figures.update(await session.engine_metrics())
         if session.slots.reckon(calls):
@@ -327,11 +327,8 @@ class Driver:
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
-        spared = await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
-        if self._session.settings.group_filter is None:
-            return
-        self._book.resume(spared)
-        if self._stops:
+        await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
+        if self._session.settings.group_filter is not None and self._stops:
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
             await self._take_prompts()
             self._begin_version(step)

@@ -67,70 +67,46 @@ def check_masked(errors: Sequence[str], samples: int, max_masked_fraction: float
         )
 
 
-class StepBook:
-    """Books batches that are trained.
+def booked(
+    session: RunSession, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]
+) -> dict[str, float]:
+    """Book a batch that is trained; returns the metrics of its step, without the ``partial_rollout/`` prefix.
 
     Args:
-        session: of the run.
+        calls: engine calls that ended since the last booking.
     """
-
-    def __init__(self, session: RunSession) -> None:
-        self._session = session
-        self._spared = 0
-        """groups of equal reward that were trained despite dynamic sampling"""
-
-    def resume(self, spared: int) -> None:
-        """Continue from a checkpoint whose manager had counted ``spared`` groups."""
-        self._spared = spared
-
-    def note(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]) -> dict[str, float]:
-        """Book a batch; returns the metrics of its step, without the ``partial_rollout/`` prefix.
-
-        Args:
-            calls: engine calls that ended since the last booking.
-        """
-        session, size = self._session, self._session.settings.batch_groups
-        gauges = account.metrics
-        phase = RolloutPhase(batch.since, batch.until, tuple(calls))
-        trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-        session.log.round(
-            Round(
-                step=batch.step,
-                phase=phase,
-                trained=trained,
-                admitted=batch.admitted,
-                filtered=account.filtered,
-                interrupt_s=batch.waits.get("interrupt_s"),
-                resume_s=batch.waits.get("resume_s"),
-                carried_groups=batch.start.carried_groups,
-                lost_samples=int(gauges["lost_samples"]),
-            )
+    settings, gauges = session.settings, account.metrics
+    phase = RolloutPhase(batch.since, batch.until, tuple(calls))
+    trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
+    session.log.round(
+        Round(
+            step=batch.step,
+            phase=phase,
+            trained=trained,
+            admitted=batch.admitted,
+            filtered=account.filtered,
+            interrupt_s=batch.waits.get("interrupt_s"),
+            resume_s=batch.waits.get("resume_s"),
+            carried_groups=batch.start.carried_groups,
+            lost_samples=int(gauges["lost_samples"]),
         )
-        return {
-            **phase_metrics(phase, session.full_concurrency, goes_on=session.settings.separate),
-            **batch_metrics(batch.groups, trained, batch.version),
-            **length_metrics(trained),
-            **gauges,
-            **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
-            "overlap": batch.start.carried_groups / size,
-            "failures/replicas_restarted_total": session.control.restarted,
-            **self._filter_metrics(batch.step, len(account.filtered), gauges),
-        }
-
-    def _filter_metrics(self, step: int, filtered: int, gauges: dict[str, float]) -> dict[str, float]:
-        """How many groups dynamic sampling filtered in ``step``."""
-        group_filter = self._session.settings.group_filter
-        if group_filter is None:
-            return {}
-        spared = int(gauges["filter/spared_total"]) - self._spared
-        self._spared += spared
-        if spared > 0:
-            limit = f"algorithm.filter_groups.max_num_gen_batches={group_filter.max_num_gen_batches}"
-            tqdm.write(
-                f"step {step}: groups of equal {group_filter.metric} that are trained all the same: {spared} "
-                f"(past the round's limit, {limit}, or the data ends)"
-            )
-        return {"filter/groups": filtered}
+    )
+    if account.spared and settings.group_filter is not None:
+        limit = f"algorithm.filter_groups.max_num_gen_batches={settings.group_filter.max_num_gen_batches}"
+        tqdm.write(
+            f"step {batch.step}: groups of equal {settings.group_filter.metric} that are trained all the same: "
+            f"{account.spared} (past the round's limit, {limit}, or the data ends)"
+        )
+    return {
+        **phase_metrics(phase, session.full_concurrency, goes_on=settings.separate),
+        **batch_metrics(batch.groups, trained, batch.version),
+        **length_metrics(trained),
+        **gauges,
+        **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
+        "overlap": batch.start.carried_groups / settings.batch_groups,
+        "failures/replicas_restarted_total": session.control.restarted,
+        **({} if settings.group_filter is None else {"filter/groups": len(account.filtered)}),
+    }
 
 
 def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> dict[str, float]:
