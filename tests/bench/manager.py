@@ -101,7 +101,7 @@ class Drive:
         segment = Segment(np.zeros(32, np.int32), np.zeros(32, np.float32), self.manager.version)
         for worker, samples in self.running.items():
             for sample in samples:
-                self.timed("add", lambda s=sample: self.manager.add(Progress(s, (segment,))))
+                self.timed("add", lambda s=sample: self.manager.add(Progress(s, [segment])))
                 self.timed("interrupt", lambda s=sample: self.manager.interrupt(s))
             self.running[worker] = []
 

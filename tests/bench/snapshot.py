@@ -48,7 +48,7 @@ def _fill(groups: int, tokens: int) -> PromptsManager:
             manager.finish(grant.sample_id, output)
         else:
             for some, probs in zip(np.array_split(ids, _CALLS), np.array_split(log_probs, _CALLS), strict=True):
-                manager.add(Progress(grant.sample_id, (Segment(some.copy(), probs.copy(), index % 3),)))
+                manager.add(Progress(grant.sample_id, [Segment(some.copy(), probs.copy(), index % 3)]))
             manager.interrupt(grant.sample_id)
     return manager
 

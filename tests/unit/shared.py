@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
-from recipe.partial_rollout.manager.types import SampleOutput
+from recipe.partial_rollout.manager.types import Progress, SampleOutput
 
 
 def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
@@ -64,9 +64,9 @@ class Keeper:
         pass
 
     def report_now(self, sample):
-        segments, results = sample.take_unsent()
-        self.segments += segments
-        self.results += results
+        self.segments += sample.unsent.segments
+        self.results += sample.unsent.tool_results
+        sample.unsent = Progress(sample.id)
 
     release_slot = report_now
 

@@ -166,14 +166,14 @@ class ScriptedRun:
         self.engine_tokens[sample_id] += count
 
         def verb():
-            self.manager.add(Progress(sample_id, (segment,)))
+            self.manager.add(Progress(sample_id, [segment]))
             segments.append(segment)
 
         self.step("segment", verb, sample_id)
 
     def tool_result(self, sample_id, results):
         results.append({"text": sample_id})
-        self.manager.add(Progress(sample_id, tool_results=(results[-1],)))
+        self.manager.add(Progress(sample_id, tool_results=[results[-1]]))
 
     def leave(self, sample_id):
         worker = dict(self.running)[sample_id]

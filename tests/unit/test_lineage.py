@@ -66,7 +66,7 @@ def live(tmp_path, resolved_config, monkeypatch):
         session.offer([], TrainingSteps(STEPS, 1, STEPS, drains=True, filters=False))
         session.begin()
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
-        session.source = session.source and SimpleNamespace(state_dict=dict)
+        session.source = SimpleNamespace(state_dict=dict)
         session.open(Control([1]), slots, [], "scripted")
         if arm == "PR":
             session.driver = Driver()

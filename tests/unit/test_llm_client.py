@@ -184,7 +184,7 @@ def test_journal_answers_each_call_with_the_turn_that_answered_the_same(engine):
         ([1, 2, 3], 5),
     ]
     assert (other.extra_fields["min_global_steps"], other.extra_fields["max_global_steps"]) == (1, 2)
-    assert [(list(s.token_ids), s.turn) for s in sample.take_unsent()[0]] == [([9], 1), ([4], 2), ([5], 3)]
+    assert [(list(s.token_ids), s.turn) for s in sample.unsent.segments] == [([9], 1), ([4], 2), ([5], 3)]
 
 
 def seeds(engine, **params):

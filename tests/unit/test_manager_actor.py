@@ -305,7 +305,7 @@ async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_st
     monkeypatch.setattr(policies, "RETRY_AFTER_S", 0.6)
     actor, (sample,) = await begun(prompts, overlap=0.0, stall_s=0.2)
     waiting = asyncio.ensure_future(actor.wait_batch(True))
-    progress = Progress(sample, (segment(5),), ({"text": "42"},))
+    progress = Progress(sample, [segment(5)], [{"text": "42"}])
     assert await actor.report(Report("w0", progress=[progress], failed=[(sample, "boom")])) == []
     (grant,) = await soon(actor.claim("w0"))
     assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)

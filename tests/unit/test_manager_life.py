@@ -279,7 +279,7 @@ class ManagerLife(RuleBasedStateMachine):
     def extend(self, sample_id, length, stop=None):
         journal = self.model.journals.setdefault(sample_id, [])
         segment = segment_of(sample_id, sum(map(len, journal)), length, self.model.version, stop)
-        self.manager.add(Progress(sample_id, (segment,)))
+        self.manager.add(Progress(sample_id, [segment]))
         if length:
             journal.append(segment)
 
@@ -291,7 +291,7 @@ class ManagerLife(RuleBasedStateMachine):
     def tool_result(self, sample_id):
         results = self.model.tools.setdefault(sample_id, [])
         results.append({"text": f"result {len(results)}", "reward": None})
-        self.manager.add(Progress(sample_id, tool_results=(results[-1],)))
+        self.manager.add(Progress(sample_id, tool_results=[results[-1]]))
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))

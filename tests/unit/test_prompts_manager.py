@@ -54,7 +54,7 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     finish_group(m, grants, "0/0", output)
     carried = [g.sample_id for g in grants if g.group_uid == "0/1"]
     for sample_id in carried:
-        m.add(Progress(sample_id, (segment(3),)))
+        m.add(Progress(sample_id, [segment(3)]))
     end_round(m, carried)
     begin(m)
     grants = m.claim("w0")
@@ -152,7 +152,7 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     m.finish(short.sample_id, output(10))
     (batch,) = m.take_batch(stop=True)
     assert biases() == [None, None], "0/0 has no token yet: what is not defined is not logged"
-    m.add(Progress(long.sample_id, (segment(40),)))
+    m.add(Progress(long.sample_id, [segment(40)]))
     assert biases() == [10 / 40, 10 / 40], "the batch that the trainer has counts, and 0/0 with its length so far"
     m.groups.train([batch.uid])
     assert biases() == [10 / 40, None], "the trainer has no batch"
@@ -177,7 +177,7 @@ GROUP = {"prompt": {"uid": "0/0", "row": {}}, "order": 0, "birth": None}
 
 def test_state_whose_groups_are_not_whole_is_refused(manager, segment):
     m, sample_id = one_running(manager)
-    m.add(Progress(sample_id, (segment(5),)))
+    m.add(Progress(sample_id, [segment(5)]))
     changed = m.state_dict() | {"groups": [GROUP | {"samples": []}]}
     with pytest.raises(ValueError, match="group 0/0 has 0 samples: 1"):
         manager(batch=1, n=1, prompts=0).load_state_dict(changed)
@@ -223,6 +223,6 @@ def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(ma
 def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     m, sample_id = one_running(manager)
     captured = m.capture()
-    m.add(Progress(sample_id, (segment(5),)))
-    m.add(Progress(sample_id, tool_results=({},)))
+    m.add(Progress(sample_id, [segment(5)]))
+    m.add(Progress(sample_id, tool_results=[{}]))
     assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]

@@ -249,14 +249,18 @@ class Grant:
     """whether the worker that gets it still holds its conversation"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Progress:
-    """What happened in a running sample since its worker last reported on it."""
+    """What happened in a running sample since its worker last reported on it; the worker adds to it until it is sent."""
 
     sample_id: str
-    segments: tuple[Segment, ...] = ()
-    tool_results: tuple[dict[str, Any], ...] = ()
+    segments: list[Segment] = field(default_factory=list)
+    tool_results: list[dict[str, Any]] = field(default_factory=list)
     """JSON-able results of finished tool calls, oldest first"""
+
+    def __bool__(self) -> bool:
+        """Whether anything happened."""
+        return bool(self.segments or self.tool_results)
 
 
 @dataclass(frozen=True, slots=True)

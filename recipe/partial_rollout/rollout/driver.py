@@ -68,7 +68,7 @@ class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
-        session: of the run; its ``source`` is there.
+        session: of the run, which is open.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         pool: the agent-loop workers, connected to ``manager``.
@@ -115,9 +115,8 @@ class Driver:
 
     def _begin_version(self, version: int) -> None:
         """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
-        source = self._session.source
-        assert source is not None
-        self._beginning = self._manager.begin_version.remote(version, self._prompts, source.left)
+        left = self._session.source.left
+        self._beginning = self._manager.begin_version.remote(version, self._prompts, left)
         self._version, self._prompts = version, []
 
     async def _begun(self) -> None:
@@ -128,12 +127,10 @@ class Driver:
 
     async def _take_prompts(self, wanted: int | None = None) -> None:
         """Read the prompts that the next version admits; None: as many as the manager wants now."""
-        source = self._session.source
-        assert source is not None
         if wanted is None:
             what = "asking the manager how many prompts it wants"
             wanted = int(await self._guard.wait(self._manager.wanted.remote(), what))
-        self._prompts = source.take(wanted)
+        self._prompts = self._session.source.take(wanted)
 
     async def _open(self) -> None:
         """Let the workers call the engines."""

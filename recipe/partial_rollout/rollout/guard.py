@@ -97,10 +97,8 @@ class Guard:
             answer = await self.wait(ask(), "the round", None, [watch() for watch in (*looks, *watches)])
             if not isinstance(answer, PromptsWanted):
                 return answer
-            source = session.source
-            assert source is not None
-            prompts = source.take(answer.count)
-            offered = self._manager.offer.remote(prompts, source.left)
+            prompts = session.source.take(answer.count)
+            offered = self._manager.offer.remote(prompts, session.source.left)
             await self.wait(offered, "offering prompts to the manager in the round")
 
     async def _watch_workers(self, what: str) -> NoReturn:

@@ -102,8 +102,8 @@ class RunSession:
         self.stop = StopSignals.of_process()
         self.completed_step = checkpoints.resumed_step
         """the last step whose batch is trained; a checkpoint is of this step"""
-        self.source: PromptSource | None = None
-        """PR"""
+        self.source: PromptSource
+        """PR; the run's prompts"""
         self.driver: Driver
         """PR; set by whoever makes it"""
         self.figures: dict[str, float] = {}
@@ -219,9 +219,9 @@ class RunSession:
             save_trainer: writes the trainer's part into ``checkpoints.step_dir(completed_step)``.
         """
         in_flight = {}
-        if (source := self.source) is not None:
+        if self.settings.enable:
             in_flight = {
-                "source": lambda path: write_snapshot(path, source.state_dict()),
+                "source": lambda path: write_snapshot(path, self.source.state_dict()),
                 "manager": lambda path: finished(self.driver.save(path)),
             }
         self.checkpoints.save(self.completed_step, in_flight, save_trainer)
@@ -229,7 +229,6 @@ class RunSession:
 
     def load(self) -> None:
         """PR: restore what was in flight at the checkpoint to resume; the trainer has loaded its part."""
-        assert self.source is not None
         checkpoints = self.checkpoints
         self.source.load_state_dict(read_snapshot(checkpoints.resumed_state("source")))
         finished(self.driver.load(checkpoints.resumed_state("manager"), checkpoints.resumed_step))

@@ -85,9 +85,9 @@ class Outbox:
 
     def note(self, sample: LiveSample) -> None:
         """Add what the manager does not know about ``sample`` to the next report."""
-        segments, tool_results = sample.take_unsent()
-        if segments or tool_results:
-            self.unsent.progress.append(Progress(sample.id, segments, tool_results))
+        if sample.unsent:
+            self.unsent.progress.append(sample.unsent)
+            sample.unsent = Progress(sample.id)
 
     def note_error(self, error: Exception) -> None:
         """Report an error that fails no sample: a tool's, which is its answer, or of a reward that is asked for again."""
@@ -225,7 +225,6 @@ class ClaimLoop:
         else:
             self._any_finished = True
             # It stands for all that is not reported yet.
-            sample.take_unsent()
             self.outbox.unsent.finished.append((sample.id, output))
         del self.samples[sample.id]
         self._settle(sample)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import GIVEN_UP, Segment
+from recipe.partial_rollout.manager.types import GIVEN_UP, Progress, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.worker.claim_loop import ClaimLoop
@@ -260,11 +260,11 @@ class LiveSample:
     _next_turn: int = field(init=False)
     _tool_numbers: Iterator[int] = field(init=False)
     """of tool calls that are not in the journal"""
-    _unsent: list[Segment] = field(default_factory=list)
-    _unsent_tools: list[dict[str, Any]] = field(default_factory=list)
+    unsent: Progress = field(init=False)
+    """what the manager does not know of it"""
 
     def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
-        self.clock = SampleClock(f"sample {self.id}", deadline_s)
+        self.clock, self.unsent = SampleClock(f"sample {self.id}", deadline_s), Progress(self.id)
         self._journal = defaultdict(list)
         for segment in restored:
             self._journal[segment.turn].append(segment)
@@ -306,7 +306,7 @@ class LiveSample:
         if not turn.given_up:
             turn.segments.append(segment)
             self.segments.append(segment)
-            self._unsent.append(segment)
+            self.unsent.segments.append(segment)
 
     def give_up(self, turn: Turn) -> None:
         """Close ``turn``, whose answer nobody awaits, unless it is there.
@@ -318,7 +318,9 @@ class LiveSample:
         if not turn.given_up:
             turn.given_up = True
             nothing = np.empty(0, np.float32)
-            self._unsent.append(Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked))
+            self.unsent.segments.append(
+                Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked)
+            )
         if turn.request is None:
             turn.task.cancel()
         elif turn.request.server is not None:
@@ -352,13 +354,13 @@ class LiveSample:
     def add_tool_result(self, result: dict[str, Any]) -> None:
         """Add a tool call that has just finished, and report it, so that it is not made twice."""
         if not self.ended:
-            self._unsent_tools.append(result)
+            self.unsent.tool_results.append(result)
             self.keeper.outbox.report_now(self)
 
     async def start_tool_call(self, start: dict[str, Any]) -> None:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
         self.require_life()
-        self._unsent_tools.append(start)
+        self.unsent.tool_results.append(start)
         await self.keeper.outbox.tell(self)
 
     def require_life(self) -> None:
@@ -367,12 +369,6 @@ class LiveSample:
             raise SampleEndedError(
                 f"sample {self.id} has ended: its agent loop has returned, and may ask for nothing more"
             )
-
-    def take_unsent(self) -> tuple[tuple[Segment, ...], tuple[dict[str, Any], ...]]:
-        """Segments and tool results added since the last call."""
-        unsent = tuple(self._unsent), tuple(self._unsent_tools)
-        self._unsent, self._unsent_tools = [], []
-        return unsent
 
 
 class OneOfASample:

@@ -120,7 +120,7 @@ class Simulation:
     def _interrupt(self, sample_id: str) -> None:
         zeros = np.broadcast_to(np.float32(0), self.samples.live[sample_id].made_now)
         segment = Segment(zeros.astype(np.int32), zeros, self._manager.version)
-        self._manager.add(Progress(sample_id, (segment,)))
+        self._manager.add(Progress(sample_id, [segment]))
         self._manager.interrupt(sample_id)
 
 
