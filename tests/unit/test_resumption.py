@@ -129,7 +129,13 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
     assert {path: at for path, at in listing(tmp_path / "run").items() if path.name != "run.lock"} == {
         path: at for path, at in before.items() if path.name != "run.lock"
     }
-    start(*KEEPS, change, *batch, "trainer.resume_mode=disable")
+
+
+def test_run_that_starts_over_may_change_them_all(start):
+    start(*KEEPS, save=2)
+    batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    runner = start(*KEEPS, *[change for change, _ in CHANGES], batch, "trainer.resume_mode=disable")
+    assert runner.session.checkpoints.resumed_step == 0
 
 
 def test_parts_that_a_checkpoint_does_not_hold_are_refused_before_workers_look_for_them(start):
