@@ -132,6 +132,8 @@ def gate_2(versions: int, seeds: int) -> None:
         "the quick start's policy becomes careful": (both, True),
         "SmolLM2": (sampled("smollm"), False),
         "long ones fail": (made_up(), False),
+        "SmolLM2, letters": (sampled("smollm", "letter_counting"), False),
+        "SmolLM2, sentences": (sampled("smollm", "sentence_reordering"), False),
     }
     quorums = (8, 6), (8, 5), (16, 12), (16, 10)
     print(*_ADVANTAGES, sep="\t")

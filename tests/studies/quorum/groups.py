@@ -23,10 +23,15 @@ Responses = tuple[np.ndarray, np.ndarray]
 """lengths, tokens; rewards; both [prompts, samples]"""
 
 
-def sampled(name: str) -> Responses:
-    """Those of a model at temperature 1: ``quick``, the quick start's warm start, or ``smollm``."""
+def sampled(name: str, source: str = "") -> Responses:
+    """Those of a model at temperature 1: ``quick``, the quick start's warm start, or ``smollm``.
+
+    Args:
+        source: end of the ``data_source`` of the prompts; empty: all.
+    """
     with np.load(SAMPLED) as file:
-        return file[f"{name}_lengths"].astype(int), file[f"{name}_rewards"].astype(float)
+        chosen = np.char.endswith(file[f"{name}_sources"], source)
+        return file[f"{name}_lengths"][chosen].astype(int), file[f"{name}_rewards"][chosen].astype(float)
 
 
 def careful() -> Responses:
@@ -106,7 +111,7 @@ def main() -> None:
     untagged = {} if options.name == "quick" else {"untagged": True}
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    lengths, rewards = [], []
+    lengths, rewards, sources = [], [], []
     for _, row in pd.read_parquet(options.data).sample(n=options.prompts, random_state=0).iterrows():
         ids = tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
         responses = _sample(model, torch.tensor([ids]), tokenizer.eos_token_id, options.samples, options.cap)
@@ -115,10 +120,12 @@ def main() -> None:
         found = [score(row["data_source"], text, truth, **untagged) for text in texts]
         rewards.append([each["score"] if isinstance(each, dict) else each for each in found])
         lengths.append([len(response) for response in responses])
+        sources.append(row["data_source"])
         print(f"{len(lengths)} prompts: {np.mean(lengths):.0f} tokens, reward {np.mean(rewards):.2f}", flush=True)
     kept = dict(np.load(SAMPLED)) if SAMPLED.exists() else {}
     kept[f"{options.name}_lengths"] = np.array(lengths, np.int32)
     kept[f"{options.name}_rewards"] = np.array(rewards, np.float32)
+    kept[f"{options.name}_sources"] = np.array(sources)
     np.savez_compressed(SAMPLED, **kept)
 
 
