@@ -92,6 +92,7 @@ class Life:
             trainers=[],
             steps=SimpleNamespace(last=last_step),
             engine_metrics=AsyncMock(return_value={}),
+            device_metrics=lambda phase: {},
             figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )

@@ -39,6 +39,7 @@ async def test_round_of_a_dataset_without_verls_columns_is_noted(monkeypatch, co
         slots=SimpleNamespace(reckon=lambda calls: None),
         full_concurrency=2,
         engine_metrics=nothing,
+        device_metrics=lambda phase: {},
         figures={},
     )
     manager._take_calls = lambda: nothing()

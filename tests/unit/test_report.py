@@ -166,6 +166,16 @@ def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
     assert (report["total_s"], report["steps"], report["run"]["mode"]) == (3060, 3, "window")
 
 
+def test_devices_of_a_gpu_have_a_column_weighted_by_rollout_time(tmp_path):
+    rounds = default_rounds(steps=2)
+    rounds[1]["phase"]["end"] += 20
+    used = {1: 0.9, 2: 0.5}
+    timers = {"timing_s/step": 40.0, "timing_s/gen": 20.0}
+    metrics = {step: {**timers, "partial_rollout/rollout/device_use": use} for step, use in used.items()}
+    runs = [build_run(tmp_path / "a", rounds=rounds, metrics=metrics), build_run(tmp_path / "b", arm="PR")]
+    assert [line["devices busy"] for line in runs_table(compare(list(map(load_run, runs))))] == ["60.0%", "-"]
+
+
 def test_several_validation_sets_have_a_table_of_their_own(tmp_path):
     metrics = validated("aime24", "math500", at=3)
     comparison = compare([load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=3), metrics=metrics))])

@@ -29,8 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RunLog, RunSettings
+from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RolloutPhase, RunLog, RunSettings
 from recipe.partial_rollout.records.run_log import NAME as LOG
+from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
@@ -183,6 +184,7 @@ class RunSession:
         resumed = self.checkpoints.resumed_step
         facts = run_settings(settings, experiment, len(control), self.steps, resumed, trainer=strategy)
         self.log = RunLog(directory, facts, control.addresses)
+        self._devices = DeviceUse.of_this_node()
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,11 @@ class RunSession:
     def full_concurrency(self) -> int:
         """Samples of one batch that can run at once."""
         return min(self.settings.batch_samples, self.slots.per_replica * len(self.control))
+
+    def device_metrics(self, phase: RolloutPhase) -> dict[str, float]:
+        """How busy the node's GPUs were in ``phase``, 0 to 1, where NVML tells."""
+        use = self._devices and self._devices.within(phase.start, phase.end)
+        return {} if use is None else {"rollout/device_use": use}
 
     async def engine_metrics(self) -> dict[str, float]:
         """Slots of a replica and, if the engines count them, the requests preempted since the last step."""

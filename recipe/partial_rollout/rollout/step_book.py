@@ -101,6 +101,7 @@ def booked(
         **phase_metrics(phase, session.full_concurrency, goes_on=settings.separate),
         **batch_metrics(batch.groups, trained, batch.version),
         **length_metrics(trained),
+        **session.device_metrics(phase),
         **gauges,
         **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
         "overlap": batch.start.carried_groups / settings.batch_groups,

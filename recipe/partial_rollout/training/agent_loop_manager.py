@@ -138,6 +138,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return {
             **phase_metrics(phase, self.session.full_concurrency),
             **length_metrics(trained),
+            **self.session.device_metrics(phase),
             "trained/tokens": sum(tokens),
             "lost_samples": 0,
         }

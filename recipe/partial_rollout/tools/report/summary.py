@@ -99,6 +99,8 @@ class Summary:
     steps: int
     """Those that have both a round and timers."""
     bubble_fraction: float | None
+    device_use: float | None
+    """Share of rollout time in which the GPUs of the driver's node were busy, by NVML."""
     staleness: Spread | None
     trained_groups: Annotated[int, Row("trained groups", units.count, "Prompts trained, each with all its samples.")]
     trained_tokens: Annotated[
@@ -305,6 +307,13 @@ def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
 
 
+def _device_use(run: RunRecord) -> float | None:
+    """Mean over the steps that log it, by the seconds of their rounds."""
+    key = "partial_rollout/rollout/device_use"
+    known = [(step.round.phase.seconds, step.metrics[key]) for step in run.steps if key in step.metrics]
+    return ratio(sum(seconds * use for seconds, use in known), sum(seconds for seconds, _ in known))
+
+
 def _validation(run: RunRecord) -> Validation | None:
     for step in reversed(run.steps):
         scores: dict[str, dict[str, float]] = {}
@@ -356,6 +365,7 @@ def summarize(run: RunRecord) -> Summary:
         step_s_per_trained_token=ratio(step_s, tokens),
         decoded_tokens_per_s=ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s),
         bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
+        device_use=_device_use(run),
         staleness=spread([age for step in run.steps for age in step.staleness]),
         off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
         segments_per_sample=spread([count for group in groups for count in group.segments]),

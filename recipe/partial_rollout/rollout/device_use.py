@@ -1,0 +1,69 @@
+"""How busy the GPUs of the driver's node are, as NVML samples it (``nvidia-smi``'s utilisation)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import ray
+from tqdm import tqdm
+
+EVERY_S = 0.5
+"""seconds between samples; NVML's own are over the last sixth of a second to a second"""
+
+
+class DeviceUse:
+    """Samples in a thread of its own, until the process ends.
+
+    Args:
+        sample: the share of time, 0 to 1, in which a kernel ran: mean over the devices.
+        every_s: seconds between samples.
+    """
+
+    def __init__(self, sample: Callable[[], float], every_s: float = EVERY_S) -> None:
+        self._sample, self._every_s = sample, every_s
+        self._seen: deque[tuple[float, float]] = deque()
+        """unix seconds and share"""
+        threading.Thread(target=self._watch, name="device use", daemon=True).start()
+
+    @classmethod
+    def of_this_node(cls) -> DeviceUse | None:
+        """None where NVML, or a device, is missing, or Ray has only some of the devices: others' jobs run on the rest."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except Exception:
+            # No package, library, driver or right to ask: whatever it is, a run needs no such figure.
+            return None
+        if not ray.is_initialized():
+            return None
+        node = ray.get_runtime_context().get_node_id()
+        of_ray = sum(int(each["Resources"].get("GPU", 0)) for each in ray.nodes() if each["NodeID"] == node)
+        if not devices or of_ray != len(devices):
+            return None
+
+        def sample() -> float:
+            percents = [float(pynvml.nvmlDeviceGetUtilizationRates(each).gpu) for each in devices]
+            return sum(percents) / len(percents) / 100
+
+        return cls(sample)
+
+    def within(self, start: float, end: float) -> float | None:
+        """Mean share from ``start`` to ``end`` (unix seconds), None without a sample; forgets what is before ``end``."""
+        seen = list(self._seen)
+        for _ in range(sum(at <= end for at, _ in seen)):
+            self._seen.popleft()
+        shares = [share for at, share in seen if start <= at <= end]
+        return sum(shares) / len(shares) if shares else None
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self._seen.append((time.time(), self._sample()))
+                time.sleep(self._every_s)
+        except Exception as error:
+            tqdm.write(f"warning: rollout/device_use ends here, NVML no longer answers ({error})")

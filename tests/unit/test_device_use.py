@@ -1,0 +1,81 @@
+"""Utilisation of the node's GPUs, with a driver and a Ray that stand in for those of a GPU machine."""
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from recipe.partial_rollout.rollout.device_use import DeviceUse
+
+
+def waited_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_utilisation_is_the_mean_of_what_was_sampled_in_the_round():
+    use = DeviceUse(lambda: 0.0, every_s=3600)
+    waited_for(lambda: use._seen)
+    use._seen.clear()
+    use._seen.extend([(10.0, 0.1), (20.0, 0.4), (30.0, 0.8), (40.0, 1.0)])
+    assert use.within(15.0, 30.0) == pytest.approx(0.6)
+    # What is before the end of a round is in no later one.
+    assert use.within(0.0, 35.0) is None and use.within(35.0, 45.0) == 1.0
+    assert use.within(45.0, 50.0) is None
+
+
+def test_sampling_that_fails_ends_in_a_line_and_the_run_goes_on(capsys):
+    shares = iter([0.5])
+    before = {*threading.enumerate()}
+    use = DeviceUse(lambda: next(shares), every_s=0.0)
+    waited_for(lambda: not {*threading.enumerate()} - before)
+    assert use.within(0.0, time.time() + 1) == 0.5 and use.within(0.0, time.time() + 1) is None
+    assert "rollout/device_use ends here" in capsys.readouterr().out
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this one that with so many GPUs, of which Ray has some."""
+
+    def build(devices, of_ray, busy=(50, 100)):
+        def at(index):
+            if index >= devices:
+                raise ValueError("no such device")
+            return index
+
+        nvml = SimpleNamespace(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetCount=lambda: devices,
+            nvmlDeviceGetHandleByIndex=at,
+            nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=busy[device]),
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        nodes = [{"NodeID": "here", "Resources": {"GPU": of_ray}}, {"NodeID": "there", "Resources": {"GPU": 8.0}}]
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+
+    return build
+
+
+def test_devices_of_the_node_are_sampled_if_ray_has_them_all(machine):
+    machine(devices=2, of_ray=2.0)
+    use = DeviceUse.of_this_node()
+    waited_for(lambda: use._seen)
+    assert use.within(0.0, time.time() + 1) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("devices", "of_ray"), [(0, 0.0), (2, 1.0)])
+def test_without_devices_or_with_some_of_them_there_is_no_figure(machine, devices, of_ray):
+    machine(devices, of_ray)
+    assert DeviceUse.of_this_node() is None
+
+
+def test_without_nvml_there_is_no_figure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert DeviceUse.of_this_node() is None
