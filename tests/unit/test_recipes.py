@@ -88,11 +88,12 @@ def test_own_job_composes_for_both_platforms(resolved_config, capsys, monkeypatc
 def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     rollout = "actor_rollout_ref.rollout"
-    split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12")
+    split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12", "trainer.use_v1=True")
     config = build("gsm8k_8gpu_4b", "pr", f"recipe.data={tmp_path}", "partial_rollout.placement=separate", *split)
     assert checks.told(checks.check_run(config)) == checks.MISSING
     said = capsys.readouterr().out
     assert "1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
+    assert "PR, separate, " in said and ", under verl's v1" in said
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

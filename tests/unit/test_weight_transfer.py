@@ -160,6 +160,15 @@ def test_trainer_packs_while_engines_decode_and_they_are_held_only_while_they_lo
     assert run.log.count("sync") == 2
 
 
+def test_weights_that_are_sent_again_keep_their_version():
+    run = build("colocated", "naive", pr=False)
+    run.manager.update_weights(3)
+    before = len(run.log)
+    run.manager.update_weights()
+    assert run.log[before:] == run.log[:before]
+    assert [line for line in run.log if "sends" in line] == ["trainer sends 3"] * 2
+
+
 def test_engine_on_another_node_is_refused_before_anything_is_sent():
     run = build()
     run.replicas[1].workers[1].execute_checkpoint_engine = answering({"node_id": "there"})

@@ -179,6 +179,8 @@ def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
     algorithm = f"{config.algorithm.adv_estimator}, {config.actor_rollout_ref.actor.strategy}"
     if verls_own(config):
         return f"verl's own v1 trainer, {config.trainer.v1.trainer_mode}; {algorithm}"
+    if config.trainer.use_v1:
+        algorithm += ", under verl's v1"
     if not settings.enable:
         return f"noPR, verl's synchronous rollout; {algorithm}"
     how = "separate" if settings.separate else f"mode {settings.mode}"
