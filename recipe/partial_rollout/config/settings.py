@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import (
-    declarations,
     defaults_of,
     fail,
     key,
@@ -320,10 +318,6 @@ class PartialRolloutConfig:
         return self.enable and self.placement is Placement.SEPARATE
 
     @property
-    def policy(self) -> SchedulingPolicy:
-        return self.scheduling.policy
-
-    @property
     def batch_samples(self) -> int:
         return self.batch_groups * self.samples_per_group
 
@@ -394,11 +388,6 @@ def register_keys() -> None:
     Every program calls it before it composes a config of conf/.
     """
     ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
-
-
-def default_of(name: str) -> Any:
-    """The default of key ``partial_rollout.NAME``; ``name`` is dotted."""
-    return next(each.default for each in declarations(PartialRolloutConfig) if each.name == name)
 
 
 def verls_own(config: DictConfig) -> bool:

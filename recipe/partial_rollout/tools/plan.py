@@ -18,7 +18,8 @@ from msgspec import structs
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy, default_of
+from recipe.partial_rollout.config.keys import defaults_of
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
@@ -26,6 +27,8 @@ from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, 
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
+
+_MAX_STALENESS = defaults_of(PartialRolloutConfig)["max_staleness"]
 
 
 def _overlap(text: str) -> float:
@@ -97,7 +100,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "--max-staleness",
         type=int,
         metavar="K",
-        help=f"bound on staleness, in versions (default: that of --run, else {default_of('max_staleness')})",
+        help=f"bound on staleness, in versions (default: that of --run, else {_MAX_STALENESS})",
     )
 
 
@@ -199,7 +202,7 @@ def _bound_of(record: RunRecord | None) -> int:
     """The run's bound on staleness; a run without partial rollout has it only in its configuration."""
     path = Path(record.directory) / "config.yaml" if record else None
     found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
-    return default_of("max_staleness") if found is None else int(found)
+    return _MAX_STALENESS if found is None else int(found)
 
 
 def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
