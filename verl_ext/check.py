@@ -3,7 +3,7 @@ asked for, a model can be built with the attention that the recipe would choose,
 from the current directory is this distribution's. The first lines of ``check``.
 
 verl asks transformers for flash-attn unless told otherwise. No extra of this project brings it: it is compiled against the
-machine's own torch and CUDA. Without it, torch's own attention (``sdpa``) serves.
+machine's own torch and CUDA. Without it, torch's own attention serves (``verl_ext.packed_attention``).
 """
 
 import importlib
@@ -27,7 +27,8 @@ MODULES = (
 
 FLASH = "flash_attention_2"
 """verl's default"""
-FALLBACK = "sdpa"
+PADDED = "sdpa"
+"""torch's own attention, where nothing is packed"""
 INSTALL = "pip install flash-attn --no-build-isolation"
 """it compiles for long; docs/gpu.md has the wheel that verl takes for the ``gpu`` extra"""
 
@@ -67,7 +68,9 @@ def attention_failure(flash_runs: bool) -> str | None:
     Args:
         flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
     """
-    implementation = FLASH if flash_attn_problem() is None else FALLBACK
+    from verl_ext import packed_attention
+
+    implementation = FLASH if flash_attn_problem() is None else packed_attention.NAME
     if implementation == FLASH and not flash_runs:
         return None
     try:

@@ -10,7 +10,7 @@ import os
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
-    like_length_batches,
+    packed_attention,
     reported_entropy,
     reward_workers,
     trained_rows,
@@ -21,8 +21,8 @@ from verl_ext.guard import require_tested_pair, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
-    (FSDP, like_length_batches.patch),
     (FSDP, reported_entropy.patch),
+    ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),

@@ -1,5 +1,7 @@
 """Models are built with an attention that is installed; verl's default needs flash-attn, which no extra brings."""
 
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -31,16 +33,28 @@ def in_force(config, path="actor_rollout_ref.model"):
     return model.override_config.get("attn_implementation"), model.use_remove_padding
 
 
-def test_without_flash_attn_torchs_attention_is_chosen_unpacked_and_said_in_one_line(choose, capsys):
-    config = choose("algorithm.adv_estimator=gae")
-    assert in_force(config) == in_force(config, "critic.model") == ("sdpa", False)
+@pytest.mark.parametrize(("packs", "chosen"), [(True, "packed"), (False, "sdpa")])
+def test_without_flash_attn_torchs_attention_packs_unless_told_not_to_and_is_said_in_one_line(
+    choose, capsys, packs, chosen
+):
+    config = choose("algorithm.adv_estimator=gae", f"actor_rollout_ref.model.use_remove_padding={packs}")
+    assert in_force(config) == in_force(config, "critic.model") == (chosen, packs)
     # copied by an interpolation
-    assert config.actor_rollout_ref.actor.use_remove_padding is False
+    assert config.actor_rollout_ref.actor.use_remove_padding is packs
     log_probs, said = capsys.readouterr().out.splitlines()
     assert f"{log_probs}\n" == LOG_PROBS
     assert (
-        said.startswith("attention of actor_rollout_ref.model and critic.model: torch's own (sdpa)") and MISSING in said
+        said.startswith(f"attention of actor_rollout_ref.model ({chosen}) and critic.model ({chosen}): torch's own; ")
+        and MISSING in said
     )
+
+
+@pytest.mark.parametrize("layout", [{"vision_config": {}}, {"attn_logit_softcapping": 50.0}])
+def test_a_model_that_does_more_than_causal_attention_over_text_is_padded(choose, tmp_path, layout):
+    (tmp_path / "config.json").write_text(json.dumps(layout))
+    assert in_force(choose(f"actor_rollout_ref.model.path={tmp_path}")) == ("sdpa", False)
+    with pytest.raises(ConfigError, match=f"{KEY}=packed: sdpa with actor_rollout_ref.model.use_remove_padding=False"):
+        choose(f"+{KEY}=packed", "actor_rollout_ref.model.use_remove_padding=False")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +73,7 @@ def test_attention_that_is_there_or_that_the_user_names_stays(choose, capsys, ov
 
 def test_what_needs_flash_attn_is_refused_without_it(choose):
     parallel = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    with pytest.raises(ConfigError, match=f"{KEY}=flash_attention_2: sdpa, or null: {MISSING}"):
+    with pytest.raises(ConfigError, match=f"{KEY}=flash_attention_2: packed, or null: {MISSING}"):
         choose(f"+{KEY}=flash_attention_2")
     with pytest.raises(ConfigError, match=f"{parallel}: 1 with any attention but flash_attention_2"):
         choose(parallel)

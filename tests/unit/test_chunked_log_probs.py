@@ -130,12 +130,14 @@ def test_a_chunk_has_the_rows_that_the_user_allows_at_most():
 def test_batches_keep_their_shape_and_compiling_and_checkpointing_change_nothing():
     logits = torch.randn(2, 3, 50)
     wanted = VERL.entropy_from_logits(logits)
+    torch._dynamo.utils.counters.clear()
     for function in (
         in_force.entropy_from_logits,
         torch.compile(in_force.entropy_from_logits, dynamic=True),
         lambda each: torch.utils.checkpoint.checkpoint(in_force.entropy_from_logits, each, use_reentrant=False),
     ):
         torch.testing.assert_close(function(logits), wanted)
+    assert not torch._dynamo.utils.counters["stats"], "compiled: each number of chunks would be a graph of its own"
     labels = torch.randint(0, 50, (2, 3))
     torch.testing.assert_close(in_force.logprobs_from_logits(logits, labels), VERL.logprobs_from_logits(logits, labels))
 

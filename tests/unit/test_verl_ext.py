@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, like_length_batches, vllm_plugin, weight_socket
+from verl_ext import guard, vllm_plugin, weight_socket
 from verl_ext.guard import UnsupportedVersionError, require, require_tested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -34,9 +34,10 @@ def what_a_gpu_gets():
     import sys
 
     import verl.workers.engine.fsdp.transformer_impl as engine
+    from transformers import AttentionInterface
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
-    assert engine.prepare_micro_batches.__module__ == "verl_ext.like_length_batches"
+    assert AttentionInterface()["packed"].__module__ == "verl_ext.packed_attention"
     modules = {engine.verl_F.logprobs_from_logits_v2.__module__, engine.verl_F.entropy_from_logits.__module__}
     assert modules == {"verl_ext.chunked_log_probs"}
     assert PlatformRegistry.get("cpu") is None and "verl_ext.cpu" not in sys.modules
@@ -208,29 +209,6 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once_with_those_of_the_step
         assert scheduler.reset_prefix_cache(reset_running_requests=running_too)
         told.append(scheduler.schedule().preempted_req_ids)
     assert told == [{"c"}, {"a", "b", "c"}, {"c"}]
-
-
-def micro_batches(**flags):
-    """Lengths of the engine's micro-batches of eight sequences, at most 200 tokens each."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.engine.fsdp import transformer_impl
-
-    lengths = (100, 3, 50, 4, 49, 5, 99, 2)
-    rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
-    ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    flags = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 200, **flags}
-    data = tu.get_tensordict({"input_ids": ids}, non_tensor_dict=flags)
-    return [[lengths[i] for i in group] for group in transformer_impl.prepare_micro_batches(data=data)[1]]
-
-
-def test_padded_micro_batches_hold_like_lengths_within_their_budget_and_packed_ones_are_verls():
-    assert micro_batches(use_remove_padding=False) == [[100, 99], [50, 49, 5, 4], [3, 2]]
-    packed = micro_batches(use_remove_padding=True)
-    assert len(packed) == 2 and {100, 99} not in map(set, packed)
-    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=99 is below the longest sequence \(100 tokens\)"):
-        micro_batches(use_remove_padding=False, max_token_len_per_gpu=99)
-    # Groups split until every rank has as many.
-    assert sorted(map(sorted, like_length_batches._match_count([[0, 1, 2, 3], [4]], 3))) == [[0, 1], [2, 3], [4]]
 
 
 def test_observer_changes_what_is_logged_and_what_comes_after_finds_it_recorded_and_may_end_the_run(

@@ -1,21 +1,18 @@
-"""How verl's keys are set for a training: a correction that acts, and an attention that is installed.
-
-With torch's own attention nothing is packed. Packing would be correct: transformers masks the sequences of a packed row
-from each other. But the mask's size is the square of the row's tokens, 1 GiB for the 32k of a micro-batch. Instead, padded
-micro-batches hold sequences of similar length (``verl_ext.like_length_batches``).
-"""
+"""How verl's keys are set for a training: a correction that acts, and an attention that is installed."""
 
 from __future__ import annotations
 
 import sys
 
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedConfig
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import Correction
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO, weight_level
 from verl_ext import check, chunked_log_probs
+from verl_ext.packed_attention import NAME
 
 
 def wire_correction(config: DictConfig) -> None:
@@ -63,23 +60,32 @@ def choose_attention(config: DictConfig) -> None:
     fallen = []
     for path, engines in models.items():
         asked = OmegaConf.select(config, f"{path}.{_ATTENTION}")
+        # The critic packs where the actor does: verl's default for it is false.
+        packs = config.actor_rollout_ref.model.use_remove_padding and _is_plain(
+            OmegaConf.select(config, f"{path}.path")
+        )
+        installed = NAME if packs else check.PADDED
         if problem and asked == check.FLASH:
-            raise fail(f"{path}.{_ATTENTION}", asked, f"{check.FALLBACK}, or null: {remedy}")
+            raise fail(f"{path}.{_ATTENTION}", asked, f"{installed}, or null: {remedy}")
         if problem and asked is None:
-            _fall_back(config, path)
-            fallen.append(path)
+            OmegaConf.update(config, f"{path}.{_ATTENTION}", installed, force_add=True)
+            OmegaConf.update(config, f"{path}.use_remove_padding", packs, force_add=True)
+            fallen.append(f"{path} ({installed})")
+        elif asked == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
+            raise fail(f"{path}.{_ATTENTION}", asked, f"{check.PADDED} with {path}.use_remove_padding=False")
         if problem or asked not in (None, check.FLASH):
             _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_ATTENTION}=null")
     if fallen:
-        print(
-            f"attention of {' and '.join(fallen)}: torch's own ({check.FALLBACK}), unpacked; for verl's default, "
-            f"{check.FLASH}, {remedy}"
-        )
+        print(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {check.FLASH}, {remedy}")
 
 
-def _fall_back(config: DictConfig, path: str) -> None:
-    OmegaConf.update(config, f"{path}.{_ATTENTION}", check.FALLBACK, force_add=True)
-    OmegaConf.update(config, f"{path}.use_remove_padding", False, force_add=True)
+def _is_plain(path: str) -> bool:
+    """Whether a model's attention is all causal and of text, by its config; what cannot be read is found missing later."""
+    try:
+        layout, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):
+        return True
+    return not (layout.keys() & {"vision_config", "audio_config"} or layout.get("attn_logit_softcapping"))
 
 
 def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], remedy: str) -> None:

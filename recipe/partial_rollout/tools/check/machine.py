@@ -20,7 +20,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cpus, reach_hub
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
-from verl_ext import check, command
+from verl_ext import check, command, packed_attention
 from verl_ext.guard import GPU_PAIR, installed, installed_pair
 
 _ANSWER_S = 20.0
@@ -142,7 +142,7 @@ def compiler() -> Finding:
 def flash_attention() -> Finding:
     """What the trainer's models are built with."""
     problem = check.flash_attn_problem()
-    said = check.FLASH if problem is None else f"{check.FALLBACK}, unpacked"
+    said = check.FLASH if problem is None else packed_attention.NAME
     if problem is None or not wants_gpu():
         return Finding("attention", said)
     return Finding("attention", f"{said}: {problem}", check.INSTALL)

@@ -1,0 +1,101 @@
+"""Sequences of a packed row attend within themselves, as each alone does, and without a mask of the whole row."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.masking_utils import create_causal_mask
+
+from verl_ext import packed_attention
+
+LENGTHS = (37, 5, 1, 64, 19)
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def model(attention, **more):
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPE, **more)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
+
+
+def packed_row():
+    ids = [torch.randint(0, 64, (length,)) for length in LENGTHS]
+    return ids, torch.cat(ids)[None], torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_outputs_and_gradients_are_those_of_each_sequence_alone(window, checkpointing):
+    packed, alone = model(packed_attention.NAME, **window), model("sdpa", **window)
+    if checkpointing:
+        packed.gradient_checkpointing_enable()
+        packed.train()
+    ids, row, positions = packed_row()
+    found = packed(input_ids=row, position_ids=positions, use_cache=False).logits[0]
+    wanted = torch.cat([alone(input_ids=each[None], use_cache=False).logits[0] for each in ids])
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(found)
+    for logits in (found, wanted):
+        (logits * weights).sum().backward()
+    for mine, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_lengths_of_a_row_are_found_once_a_pass_and_a_padding_of_its_own_is_a_sequence():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 5, 6]])
+    lengths, bounds = packed_attention.lengths_of(positions)
+    assert lengths == [3, 1, 2, 2] and bounds.tolist() == [0, 3, 4, 6, 8] and bounds.dtype == torch.int32
+    assert packed_attention.lengths_of(positions)[1] is bounds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"position_ids": None}, "takes one packed row"),
+        ({"position_ids": torch.zeros(2, 4)}, "takes one packed row"),
+        ({"attention_mask": torch.ones(1, 4)}, "takes one packed row"),
+        ({"softcap": 30.0}, "has no softcap"),
+        ({"s_aux": torch.zeros(2)}, "has no s_aux"),
+        ({"dropout": 0.1}, "has no dropout"),
+        ({"module": SimpleNamespace(is_causal=False)}, "is causal"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_and_says_what_does(options, said):
+    heads = torch.zeros(1, 2, 4, 8)
+    arguments = {"module": SimpleNamespace(), "attention_mask": None, "position_ids": torch.arange(4)[None]} | options
+    with pytest.raises(NotImplementedError, match=f"{said}.*attn_implementation=sdpa"):
+        packed_attention.attend(query=heads, key=heads, value=heads, **arguments)
+
+
+def test_transformers_own_attention_still_masks_the_whole_row():
+    """The day that it does not, this attention may go."""
+    _, row, positions = packed_row()
+    config = model("sdpa").config
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=torch.zeros(1, row.shape[1], 64),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    assert mask.shape[-2:] == (sum(LENGTHS), sum(LENGTHS))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_the_kernel_agrees_with_one_after_another():
+    torch.manual_seed(0)
+    lengths, bounds = list(LENGTHS), torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32).cuda()
+    query, key, value = (torch.randn(1, heads, sum(lengths), 64).cuda().bfloat16() for heads in (4, 2, 2))
+    for window in (None, 8):
+        found = packed_attention._in_one_kernel(query, key, value, lengths, bounds, 0.125, window)
+        wanted = packed_attention._one_by_one(query.float(), key.float(), value.float(), lengths, bounds, 0.125, window)
+        torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,107 @@
+"""Registered with transformers: attention of packed rows, without flash-attn.
+
+verl packs a micro-batch's sequences into one row (``use_remove_padding=True``), and with torch's own attention transformers
+masks them from each other: a mask of the row's tokens squared, 1 GiB for 32k. Here each sequence attends within itself:
+on CUDA in torch's kernel for rows of several sequences (``varlen_attn``; half precision), elsewhere one sequence after
+another. It may go when transformers' ``sdpa`` does so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakIdKeyDictionary
+
+NAME = "packed"
+"""``attn_implementation`` of a model that is trained so"""
+_REMEDY = "set override_config.attn_implementation=sdpa and use_remove_padding=False"
+_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""lengths of a row's sequences, by its position ids: all layers of a pass have the same"""
+
+
+def lengths_of(positions: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Lengths of the sequences of a row, and their bounds (int32 [sequences + 1]), given its position ids [1, tokens]."""
+    if positions not in _lengths:
+        flat = positions[0]
+        starts = torch.ones_like(flat, dtype=torch.bool)
+        starts[1:] = flat[1:] != flat[:-1] + 1
+        bounds = torch.cat([starts.nonzero()[:, 0], flat.new_tensor([len(flat)])])
+        _lengths[positions] = bounds.diff().tolist(), bounds.int()
+    return _lengths[positions]
+
+
+def _in_one_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    bounds: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention import varlen
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        options["enable_gqa"] = True
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return varlen.varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), **options)
+
+
+def _one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    bounds: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    results = []
+    for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+        mask = None
+        if window is not None and q.shape[2] > window:
+            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        results.append(
+            scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(results, dim=2)[0].transpose(0, 1)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: [1, tokens, heads, size] of query, key and value [1, heads, tokens, size].
+
+    Raises:
+        NotImplementedError: what is asked for is not causal attention within the sequences of one packed row.
+    """
+    if position_ids is None or position_ids.shape[0] != 1 or query.shape[0] != 1 or attention_mask is not None:
+        raise NotImplementedError(f"attention '{NAME}' takes one packed row with its position ids: {_REMEDY}")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"attention '{NAME}' is causal: {_REMEDY}")
+    for name, asked in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
+        if asked is not None:
+            raise NotImplementedError(f"attention '{NAME}' has no {name}: {_REMEDY}")
+    lengths, bounds = lengths_of(position_ids)
+    kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    attended = _in_one_kernel if kernel else _one_by_one
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attended(query, key, value, lengths, bounds, scale, sliding_window)[None], None
+
+
+def register(module: Any) -> None:
+    """Make it known to transformers (``module``: ``transformers.modeling_utils``)."""
+    module.AttentionInterface.register(NAME, attend)
