@@ -119,17 +119,19 @@ def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return _LogProbs.apply(flat, labels.reshape(-1, 1), _rows(flat)).view(labels.shape)
 
 
+def _entropy(logits: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _Entropy.apply(flat, _rows(flat, chunk_size)).view(logits.shape[:-1])
+
+
+_uncompiled_entropy: Any = torch.compiler.disable(_entropy)
+
+
 def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
     """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions. ``chunk_size``: rows at most."""
     # verl compiles what it is given, and ``torch.compile`` looks through a decorator: each number of chunks would be a
     # graph of its own, a minute of an H200's update.
-    return _entropy(logits, chunk_size)
-
-
-@torch.compiler.disable
-def _entropy(logits: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
-    flat = logits.reshape(-1, logits.shape[-1])
-    return _Entropy.apply(flat, _rows(flat, chunk_size)).view(logits.shape[:-1])
+    return _uncompiled_entropy(logits, chunk_size)
 
 
 def in_force() -> str:

@@ -48,7 +48,8 @@ def _in_one_kernel(
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         options["enable_gqa"] = True
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    return varlen.varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), **options)
+    attended: Any = varlen.varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), **options)
+    return attended
 
 
 def _one_by_one(

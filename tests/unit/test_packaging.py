@@ -116,7 +116,11 @@ def test_what_the_package_imports_comes_with_it():
         )
         if isinstance(node, ast.Import | ast.ImportFrom) and name
     }
-    for name in imported - {"recipe", "verl_ext", "vllm", "megatron", "trackio", "zmq"} - sys.stdlib_module_names:
+    for name in (
+        imported
+        - {"recipe", "verl_ext", "vllm", "megatron", "trackio", "transfer_queue", "zmq"}
+        - sys.stdlib_module_names
+    ):
         assert {each.lower().replace("_", "-") for each in owners[name]} & found, f"{name}: no dependency brings it"
 
 
