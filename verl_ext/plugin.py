@@ -11,7 +11,6 @@ from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
     packed_attention,
-    reported_entropy,
     reward_workers,
     trained_rows,
     v1,
@@ -21,7 +20,6 @@ from verl_ext.guard import require_tested_pair, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
-    (FSDP, reported_entropy.patch),
     ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),

@@ -71,7 +71,7 @@ def test_update_gives_the_proximal_policy_and_the_pass_agrees_where_it_runs(run)
     assert len(steps) == 6 and len(checked) == 2
     for number, step in steps.items():
         assert ("partial_rollout/proximal/error" in step) is (number in checked)
-        assert step["actor/entropy"] > 0
+        assert ("actor/entropy" in step) is (number in checked)
         # An estimate that is zero or more, but for float32's rounding where engine and trainer agree.
         assert step["rollout_corr/k3_kl"] > -1e-6 and math.isfinite(step["rollout_corr/kl"])
         assert 0 < step["rollout_corr/rollout_is_mean"] <= 2

@@ -20,7 +20,6 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import BehaviourRegion, UpdateOrder, corrected_ppo_loss
-from verl_ext.reported_entropy import REPORTED
 
 AGG_MODES = ("token-mean", "seq-mean-token-mean")
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
@@ -121,7 +120,7 @@ def run(
     loss_mode="decoupled_ppo",
     agg="token-mean",
     dual=1.8,
-    entropy=None,
+    entropy=False,
     size=ROWS,
     **how,
 ):
@@ -136,7 +135,7 @@ def run(
         part = rows[start : start + size]
         output = {"log_probs": nested(part)}
         if entropy:
-            output[entropy] = nested([row.detach().square() for row in part])
+            output["entropy"] = nested([row.detach().square() for row in part])
         chosen = data if size == ROWS else tu.index_select_tensor_dict(data, list(range(start, start + size)))
         share, metrics = function(config=config, model_output=output, data=chosen, **extra)
         value = value + share
@@ -283,12 +282,11 @@ def test_loss_reports_verls_divergence_the_gap_of_kept_kv_and_after_a_pass_the_d
     assert not any("rollout_corr" in key for key in checked), "verl logs its own"
 
 
-@pytest.mark.parametrize("name", [REPORTED, "entropy"])
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-sum"])
-def test_loss_reports_the_entropy_that_verl_logs_after_a_pass(name, agg):
+def test_a_loss_with_an_entropy_bonus_reports_the_entropy_that_verl_logs_after_a_pass(agg):
     batch = build_batch(5)
     verls = agg_loss(batch["current"].square(), batch["mask"], agg, global_batch_size=ROWS)
-    assert run(batch, from_update=True, agg=agg, entropy=name)[2][f"{OURS}actor/entropy"] == pytest.approx(verls.item())
+    assert run(batch, from_update=True, agg=agg, entropy=True)[2][f"{OURS}actor/entropy"] == pytest.approx(verls.item())
 
 
 def test_masked_share_is_told_of_negative_advantages_and_by_age():

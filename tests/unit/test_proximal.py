@@ -10,7 +10,6 @@ from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import UpdateOrder, WeightLevel, weight_level
 from recipe.partial_rollout.training.proximal import ProximalPolicy, needs_pass
 from tests.unit.shared import settings_of
-from verl_ext.reported_entropy import ASKED
 
 CORRECTION = {
     "rollout_is": "token",
@@ -53,13 +52,13 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(comp
     assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
 
 
-def test_loss_learns_how_to_weigh_and_gives_the_entropy_where_no_pass_does():
+def test_loss_learns_how_to_weigh_and_what_to_check():
     for step, checks in ((11, True), (12, False)):
         batch, recomputed = build_batch(), build_batch()
         build().instruct(batch.meta_info, step)
-        assert batch.meta_info == {loss.ORDER: UpdateOrder(step - 1, True, checks, "token", 2.0), ASKED: not checks}
+        assert batch.meta_info == {loss.ORDER: UpdateOrder(step - 1, True, checks, "token", 2.0)}
         build(from_update=False).instruct(recomputed.meta_info, step)
-        assert not recomputed.meta_info[loss.ORDER].from_update and not recomputed.meta_info[ASKED]
+        assert not recomputed.meta_info[loss.ORDER].from_update
 
 
 def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():

@@ -167,11 +167,8 @@ verl.plugin.platform.platform_base:PlatformBase <- cpu check
         set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability
         communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name
         ray_noset_envvars is_ipc_supported rollout_env_vars cudart
-verl.workers.engine.fsdp.transformer_impl <- cpu reported_entropy check
+verl.workers.engine.fsdp.transformer_impl <- cpu check
     has: FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy
-verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead <- reported_entropy
-    calls: prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-    reads: calculate_entropy distillation_only distillation_use_topk
 verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- weight_socket
     has: zmq_context
     calls: _init_socket()

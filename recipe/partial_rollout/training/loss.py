@@ -44,7 +44,6 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
 from recipe.partial_rollout.engine.hold import newest_of_older
-from verl_ext.reported_entropy import REPORTED
 
 DECOUPLED_PPO = "decoupled_ppo"
 
@@ -216,7 +215,7 @@ def corrected_ppo_loss(
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     for key, value in reported.items():
         metrics[REPORTED_AS + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
-    entropy = model_output.get(REPORTED, model_output.get("entropy"))
+    entropy = model_output.get("entropy")
     if order.from_update and not order.check and entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
         metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)

@@ -6,8 +6,8 @@ That pass is left out if nothing else needs it, except in step 1 and every ``CHE
 the pass gives, and the difference that it makes, ``proximal/error``.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
-derives from them are left out; the loss gives the entropy and those that the recipe reads (``training/loss.py``), under
-verl's names.
+derives from them are left out; the loss gives those that the recipe reads (``training/loss.py``), under verl's names. The
+entropy, a tenth of an H200's update, is among them only where it is in the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from verl_ext import reported_entropy
 
 CHECK_EVERY = 10
 """steps between two that run the pass all the same"""
@@ -73,7 +72,6 @@ class ProximalPolicy:
     def instruct(self, info: dict[str, Any], step: int) -> None:
         """Tell the loss what to do, in ``info``, the non-tensor data of a batch."""
         check = self.recomputes(step)
-        info[reported_entropy.ASKED] = not check
         info[loss.ORDER] = loss.UpdateOrder(
             version=step - 1,
             from_update=self.from_update,
