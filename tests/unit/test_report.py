@@ -120,6 +120,19 @@ def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
 # -- the table of runs ---------------------------------------------------------------------------------------------------
 
 
+def test_work_of_rollout_pass_and_update_stands_side_by_side_and_mfu_where_verl_knows_the_peak(tmp_path):
+    timers = {"timing_s/step": 10, "timing_s/gen": 4, "timing_s/update_actor": 4, "perf/total_num_tokens": 8000}
+    with_pass = {"timing_s/old_log_prob": 1, "perf/mfu/actor_infer": 0.3, "perf/mfu/actor": 0.1}
+    without = {"timing_s/old_log_prob": 0.5, "perf/mfu/actor": 0.3}
+    run = build_run(tmp_path / "a", metrics={1: timers | with_pass, 2: timers | without})
+    found = summary_of(run)
+    assert found.trainer_tokens_per_s == (8000, 2000)
+    rollout, *trainer = found.mfu
+    assert trainer == pytest.approx([0.3, 0.2])
+    assert rollout == pytest.approx(0.2 * found.decoded_tokens_per_s / 2000 / 3)
+    assert summary_of(build_run(tmp_path / "b")).mfu is None
+
+
 def validated(*sources, at, steps=3, k=8):
     """Metrics of a run that validates at a step, as verl logs them."""
     found = {}

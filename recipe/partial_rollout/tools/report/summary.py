@@ -195,6 +195,24 @@ class Summary:
             compared=True,
         ),
     ]
+    trainer_tokens_per_s: Annotated[
+        tuple[float | None, float | None] | None,
+        Row(
+            "tokens/s of the pass, of the update",
+            units.pair,
+            "Tokens of prompts and responses over verl's timers `old_log_prob`, where the pass runs, and `update_actor`.",
+        ),
+    ]
+    mfu: Annotated[
+        tuple[float | None, float | None, float | None] | None,
+        Row(
+            "MFU of rollout, pass, update",
+            units.shares,
+            "Share of the devices' arithmetic, by verl's table of their peaks. Rollout's follows from the update's, whose "
+            "token takes three times a decoded one's; prompts that are read again are left out.",
+            always=False,
+        ),
+    ]
     off_policy_token_fraction: Annotated[
         float | None,
         Row(
@@ -314,6 +332,27 @@ def _device_use(run: RunRecord) -> float | None:
     return ratio(sum(seconds * use for seconds, use in known), sum(seconds for seconds, _ in known))
 
 
+def _total(steps: Sequence[Step], timer: str) -> tuple[float, float]:
+    """Tokens of ``steps``, and the seconds of ``timer``."""
+    return sum(step.metrics.get("perf/total_num_tokens", 0) for step in steps), sum(
+        step.seconds(timer) for step in steps
+    )
+
+
+def _work(run: RunRecord, decoded_per_s: float | None) -> tuple[Any, Any]:
+    """Tokens/s of the pass and the update; MFU of rollout, pass and update, None where verl knows no peak."""
+    passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
+    speeds = ratio(*_total(passes, "old_log_prob")), ratio(*_total(run.steps, "update_actor"))
+    shares = []
+    for steps, timer, key in ((passes, "old_log_prob", "actor_infer"), (run.steps, "update_actor", "actor")):
+        used = sum(step.metrics.get(f"perf/mfu/{key}", 0) * step.seconds(timer) for step in steps)
+        shares.append(ratio(used, _total(steps, timer)[1]))
+    if not shares[1]:
+        return speeds, None
+    speed = ratio(decoded_per_s, speeds[1])
+    return speeds, (None if speed is None else shares[1] * speed / 3, *shares)
+
+
 def _validation(run: RunRecord) -> Validation | None:
     for step in reversed(run.steps):
         scores: dict[str, dict[str, float]] = {}
@@ -344,6 +383,8 @@ def summarize(run: RunRecord) -> Summary:
     rollout_s = None if separate else gen_s
     waits, idle, held = lane_shares(run)
     biases = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
+    decoded_per_s = ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s)
+    trainer_speeds, mfu = _work(run, decoded_per_s)
     return Summary(
         rollout_s=rollout_s,
         train_s=step_s - gen_s,
@@ -363,7 +404,9 @@ def summarize(run: RunRecord) -> Summary:
         rollout_s_per_trained_token=ratio(rollout_s, tokens),
         train_s_per_trained_token=ratio(step_s - gen_s, tokens),
         step_s_per_trained_token=ratio(step_s, tokens),
-        decoded_tokens_per_s=ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s),
+        decoded_tokens_per_s=decoded_per_s,
+        trainer_tokens_per_s=trainer_speeds,
+        mfu=mfu,
         bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
         device_use=_device_use(run),
         staleness=spread([age for step in run.steps for age in step.staleness]),

@@ -38,11 +38,11 @@ def precise(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
-def pair(value: tuple[float, float] | None) -> str:
+def pair(value: tuple[float | None, ...] | None) -> str:
     return " / ".join(map(count, value)) if value else UNKNOWN
 
 
-def shares(value: tuple[float, float] | None) -> str:
+def shares(value: tuple[float | None, ...] | None) -> str:
     return " / ".join(map(share, value)) if value else UNKNOWN
 
 
