@@ -65,12 +65,16 @@ def reward_model(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("pool", ["pool", "colocated"])
-def test_reward_model_trains(train, reward_model, pool):
+@pytest.mark.parametrize(
+    ("pool", "v1"),
+    [("pool", False), ("colocated", False), pytest.param("colocated", True, marks=pytest.mark.nightly)],
+)
+def test_reward_model_trains(train, reward_model, pool, v1):
     """In a pool it scores while the round runs, colocated once the round is interrupted."""
     devices = 2 if pool == "pool" else 1
     run = train(
         *SHORT,
+        f"trainer.use_v1={v1}",
         "reward.custom_reward_function.path=null",
         "reward.reward_model.enable=True",
         f"reward.reward_model.enable_resource_pool={pool == 'pool'}",
