@@ -190,10 +190,11 @@ def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_
     assert run.read().steps[6]["partial_rollout/failures/workers_restarted_total"] == 1
 
 
-def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path):
+@pytest.mark.parametrize("v1", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path, v1):
     arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
     arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
-    overrides = [f"quickstart.dir={task}", "trainer.logger=[file]"]
+    overrides = [f"quickstart.dir={task}", "trainer.logger=[file]", f"trainer.use_v1={v1}"]
     for _life in range(3):
         count_start()
     assert chaos([*arguments, *SEPARATE, *overrides]) == 0
