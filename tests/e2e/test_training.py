@@ -75,12 +75,11 @@ def arms(module_train, tool_calls):
         }
 
 
-def test_both_arms_log_every_overview_figure_from_the_first_step_on_and_entropy_with_a_pass(arms):
+def test_both_arms_log_entropy_and_every_overview_figure_from_the_first_step_on(arms):
     figures = {f"{SECTION}/{name}" for name in FIGURES} - {f"{SECTION}/held_out_reward"}
     for arm, run in arms.items():
         for number, step in run.steps.items():
-            assert step.keys() >= figures, (arm, number)
-            assert ("actor/entropy" in step) is (arm == "noPR" or number % 10 == 1)
+            assert step.keys() >= figures | {"actor/entropy"}, (arm, number)
 
 
 def trained(run):
