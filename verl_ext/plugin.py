@@ -10,6 +10,7 @@ import os
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
+    critic_attention,
     packed_attention,
     reward_workers,
     trained_rows,
@@ -21,6 +22,7 @@ from verl_ext.guard import require_tested_pair, when_imported
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
     ("transformers.modeling_utils", packed_attention.register),
+    ("verl.utils.model", critic_attention.patch),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),

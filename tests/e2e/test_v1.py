@@ -108,6 +108,7 @@ def test_critic_warms_up_before_the_actor_is_updated(module_train):
     run = module_train(
         *SMALL,
         "algorithm.adv_estimator=gae",
+        "critic.model.path=${actor_rollout_ref.model.path}",
         "trainer.critic_warmup=2",
         "trainer.total_training_steps=3",
         "trainer.test_freq=-1",

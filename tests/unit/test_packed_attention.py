@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+import verl  # noqa: F401  its plugins register the attention
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.masking_utils import create_causal_mask
 
 from verl_ext import packed_attention
@@ -74,6 +75,19 @@ def test_what_it_does_not_do_is_refused_and_says_what_does(options, said):
     arguments = {"module": SimpleNamespace(), "attention_mask": None, "position_ids": torch.arange(4)[None]} | options
     with pytest.raises(NotImplementedError, match=f"{said}.*attn_implementation=sdpa"):
         packed_attention.attend(query=heads, key=heads, value=heads, **arguments)
+
+
+def test_a_critic_is_built_with_the_attention_of_its_config(tmp_path, monkeypatch):
+    """verl's own does not: the day that it does, the patch may go."""
+    from verl.utils import model as verls
+
+    model("sdpa").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation=packed_attention.NAME)
+    arguments = str(tmp_path), torch.float32, config, False
+    assert verls.load_valuehead_model(*arguments).config._attn_implementation == packed_attention.NAME
+    monkeypatch.setattr(verls, "is_trl_available", lambda: False)
+    with pytest.raises(RuntimeError, match="please install trl"):
+        verls.load_valuehead_model.__wrapped__(*arguments)
 
 
 def test_transformers_own_attention_still_masks_the_whole_row():
