@@ -12,57 +12,50 @@ import inspect
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "packed"
 """``attn_implementation`` of a model that is trained so"""
 _REMEDY = "set override_config.attn_implementation=sdpa and use_remove_padding=False"
-_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""lengths of a row's sequences, by its position ids: all layers of a pass have the same"""
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11's takes fewer heads of keys without being told"""
+Row = tuple[list[int], torch.Tensor]
+"""lengths of a packed row's sequences, and their bounds (int32 [sequences + 1])"""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""query, key and value [1, heads, tokens, size]"""
+_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""by position ids: all layers of a pass have the same"""
 
 
-def lengths_of(positions: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Lengths of the sequences of a row, and their bounds (int32 [sequences + 1]), given its position ids [1, tokens]."""
-    if positions not in _lengths:
+def row_of(positions: torch.Tensor) -> Row:
+    """The sequences of a row, given its position ids [1, tokens]."""
+    if positions not in _rows:
         flat = positions[0]
         starts = torch.ones_like(flat, dtype=torch.bool)
         starts[1:] = flat[1:] != flat[:-1] + 1
         bounds = torch.cat([starts.nonzero()[:, 0], flat.new_tensor([len(flat)])])
-        _lengths[positions] = bounds.diff().tolist(), bounds.int()
-    return _lengths[positions]
+        _rows[positions] = bounds.diff().tolist(), bounds.int()
+    return _rows[positions]
 
 
-def _in_one_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    bounds: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    from torch.nn.attention import varlen
-
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
-        options["enable_gqa"] = True
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    attended: Any = varlen.varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), **options)
+def _in_one_kernel(heads: Heads, row: Row, scale: float, window: int | None) -> torch.Tensor:
+    """[tokens, heads, size], of half precision on CUDA."""
+    lengths, bounds = row
+    query, key, value = (each[0].transpose(0, 1) for each in heads)
+    left = -1 if window is None else window - 1
+    longest = max(lengths)
+    attended: Any = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED
+    )
     return attended
 
 
-def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    bounds: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+def _one_by_one(heads: Heads, row: Row, scale: float, window: int | None) -> torch.Tensor:
+    """[tokens, heads, size]."""
     results = []
-    for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+    for q, k, v in zip(*(each.split(row[0], dim=2) for each in heads), strict=True):
         mask = None
         if window is not None and q.shape[2] > window:
             mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
@@ -86,6 +79,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: [1, tokens, heads, size] of query, key and value [1, heads, tokens, size].
 
+    Keys and values may have fewer heads. ``scaling`` of the products defaults to size ** -.5; ``sliding_window``: tokens
+    that one attends to, itself among them.
+
     Raises:
         NotImplementedError: what is asked for is not causal attention within the sequences of one packed row.
     """
@@ -96,11 +92,10 @@ def attend(
     for name, asked in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
         if asked is not None:
             raise NotImplementedError(f"attention '{NAME}' has no {name}: {_REMEDY}")
-    lengths, bounds = lengths_of(position_ids)
     kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attended = _in_one_kernel if kernel else _one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attended(query, key, value, lengths, bounds, scale, sliding_window)[None], None
+    return attended((query, key, value), row_of(position_ids), scale, sliding_window)[None], None
 
 
 def register(module: Any) -> None:

@@ -53,9 +53,9 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(window, checkpoi
 
 def test_lengths_of_a_row_are_found_once_a_pass_and_a_padding_of_its_own_is_a_sequence():
     positions = torch.tensor([[0, 1, 2, 0, 0, 1, 5, 6]])
-    lengths, bounds = packed_attention.lengths_of(positions)
+    lengths, bounds = packed_attention.row_of(positions)
     assert lengths == [3, 1, 2, 2] and bounds.tolist() == [0, 3, 4, 6, 8] and bounds.dtype == torch.int32
-    assert packed_attention.lengths_of(positions)[1] is bounds
+    assert packed_attention.row_of(positions)[1] is bounds
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_transformers_own_attention_still_masks_the_whole_row():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_cuda_the_kernel_agrees_with_one_after_another():
     torch.manual_seed(0)
-    lengths, bounds = list(LENGTHS), torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32).cuda()
-    query, key, value = (torch.randn(1, heads, sum(lengths), 64).cuda().bfloat16() for heads in (4, 2, 2))
+    row = list(LENGTHS), torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32).cuda()
+    heads = tuple(torch.randn(1, number, sum(LENGTHS), 64).cuda().bfloat16() for number in (4, 2, 2))
     for window in (None, 8):
-        found = packed_attention._in_one_kernel(query, key, value, lengths, bounds, 0.125, window)
-        wanted = packed_attention._one_by_one(query.float(), key.float(), value.float(), lengths, bounds, 0.125, window)
+        found = packed_attention._in_one_kernel(heads, row, 0.125, window)
+        wanted = packed_attention._one_by_one(tuple(each.float() for each in heads), row, 0.125, window)
         torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)

@@ -47,34 +47,6 @@ class NamedProblem:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """A data set that ``tools data`` writes."""
-
-    repository: str
-    """on the hub"""
-    files: str
-    """pattern of its raw files there"""
-    splits: Mapping[str, str]
-    """split written -> split of the raw files"""
-    data_source: str
-    problem: Callable[[Row], NamedProblem]
-    folder: str | None = None
-    """configuration of the hub data set, if it has several"""
-
-    def problem_of(self, row: Row, at: int) -> NamedProblem:
-        """The problem of a raw row.
-
-        Raises:
-            DataError: the row is not in the data set's schema; says which one.
-        """
-        try:
-            return self.problem(row)
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"row {at} is not in the schema of {self.repository}: {why}") from error
-
-
 def gsm8k(row: Row) -> NamedProblem:
     """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
     _, mark, answer = row["answer"].rpartition("####")
@@ -100,62 +72,42 @@ def _plain(answer: object) -> str:
     return str(int(whole)) if whole.isdecimal() else text
 
 
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A data set that ``tools data`` writes."""
+
+    repository: str
+    """on the hub"""
+    files: str
+    """pattern of its raw files there"""
+    splits: Mapping[str, str]
+    """split written -> split of the raw files"""
+    data_source: str
+    problem: Callable[[Row], NamedProblem] = math_dapo
+    folder: str | None = None
+    """configuration of the hub data set, if it has several"""
+
+    def problem_of(self, row: Row, at: int) -> NamedProblem:
+        """The problem of a raw row.
+
+        Raises:
+            DataError: the row is not in the data set's schema; says which one.
+        """
+        try:
+            return self.problem(row)
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"row {at} is not in the schema of {self.repository}: {why}") from error
+
+
+_TRAIN, _TEST = {"train": "train"}, {"test": "test"}
 DATA_SETS = {
-    "gsm8k": DataSet(
-        repository="openai/gsm8k",
-        files="main/*",
-        folder="main",
-        splits={"train": "train", "test": "test"},
-        data_source="openai/gsm8k",
-        problem=gsm8k,
-    ),
-    "dapo_math17k": DataSet(
-        repository="BytedTsinghua-SIA/DAPO-Math-17k",
-        files="data/*",
-        splits={"train": "train"},
-        data_source="math_dapo",
-        problem=math_dapo,
-    ),
-    "aime24": DataSet(
-        repository="BytedTsinghua-SIA/AIME-2024",
-        files="data/*",
-        splits={"test": "train"},
-        data_source="aime_2024",
-        problem=math_dapo,
-    ),
-    "deepscaler": DataSet(
-        repository="agentica-org/DeepScaleR-Preview-Dataset",
-        files="*.json",
-        splits={"train": "train"},
-        data_source="deepscaler",
-        problem=math_dapo,
-    ),
-    "deepmath103k": DataSet(
-        repository="zwhe99/DeepMath-103K",
-        files="data/*",
-        splits={"train": "train"},
-        data_source="deepmath",
-        problem=math_dapo,
-    ),
-    "aime25": DataSet(
-        repository="math-ai/aime25",
-        files="*test*",
-        splits={"test": "test"},
-        data_source="aime_2025",
-        problem=math_dapo,
-    ),
-    "amc23": DataSet(
-        repository="math-ai/amc23",
-        files="*test*",
-        splits={"test": "test"},
-        data_source="amc_2023",
-        problem=math_dapo,
-    ),
-    "math500": DataSet(
-        repository="HuggingFaceH4/MATH-500",
-        files="*test*",
-        splits={"test": "test"},
-        data_source="math_500",
-        problem=math_dapo,
-    ),
+    "gsm8k": DataSet("openai/gsm8k", "main/*", _TRAIN | _TEST, "openai/gsm8k", gsm8k, folder="main"),
+    "dapo_math17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*", _TRAIN, "math_dapo"),
+    "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "*.json", _TRAIN, "deepscaler"),
+    "deepmath103k": DataSet("zwhe99/DeepMath-103K", "data/*", _TRAIN, "deepmath"),
+    "aime24": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*", {"test": "train"}, "aime_2024"),
+    "aime25": DataSet("math-ai/aime25", "*test*", _TEST, "aime_2025"),
+    "amc23": DataSet("math-ai/amc23", "*test*", _TEST, "amc_2023"),
+    "math500": DataSet("HuggingFaceH4/MATH-500", "*test*", _TEST, "math_500"),
 }
