@@ -48,7 +48,13 @@ def table(name):
 
 
 def with_tables(text):
-    """``text`` with the tables between the marks that it has."""
+    """``text`` with the tables between the marks that it has.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not any(BEGIN.format(name) in text for name in ("keys", "first keys")):
+        raise ValueError(f"no table of keys: a file has one after {BEGIN.format('keys')}")
     for name in ("keys", "first keys"):
         begin, end = BEGIN.format(name), END.format(name)
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)

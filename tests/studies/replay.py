@@ -2,11 +2,12 @@
 
 A run is replayed with its own lengths, in the order of its data, on a curve fitted to its own calls. Any remaining
 difference is the simulation's: how rounds fill, end and carry over, and what the model leaves out. Exit code 1: a forecast
-is off by more than ``TOLERANCE``.
+is off by more than ``TOLERANCE``; 2: a run cannot be replayed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def replay(run: RunRecord) -> Replay:
     """Replay all rounds of ``run``, whose overlap must be fixed; figures exclude the first, in which engines compile.
 
     Raises:
-        ValueError: it had separate placement or dynamic sampling, or no ``config.yaml`` says how it was scheduled.
+        ValueError: it had separate placement, dynamic sampling or tools, or no ``config.yaml`` says how it was scheduled.
         CurveError: its calls show no engine curve.
     """
     if run.settings.separate:
@@ -98,12 +99,17 @@ def replay_table(replays: list[Replay]) -> Table:
     return Table.of("Runs, and what the simulation says of them", replays, columns)
 
 
-def main(directories: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print the table; the exit code of the module docstring."""
-    replays = [replay(load_run(Path(directory))) for directory in directories]
+    parser = argparse.ArgumentParser(prog="python -m tests.studies.replay", description="Play finished runs again.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run")
+    try:
+        replays = [replay(load_run(directory)) for directory in parser.parse_args(arguments).runs]
+    except ValueError as error:
+        parser.error(str(error))
     print(replay_table(replays).console())
     return int(any(abs(each.ratio - 1) > TOLERANCE for each in replays))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

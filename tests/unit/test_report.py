@@ -129,8 +129,10 @@ def test_work_of_rollout_pass_and_update_stands_side_by_side_and_mfu_where_verl_
     assert found.trainer_tokens_per_s == (8000, 2000)
     rollout, *trainer = found.mfu
     assert trainer == pytest.approx([0.3, 0.2])
-    assert rollout == pytest.approx(0.2 * found.decoded_tokens_per_s / 2000 / 3)
+    assert rollout == pytest.approx(0.3 * found.decoded_tokens_per_s / 8000)
     assert summary_of(build_run(tmp_path / "b")).mfu is None
+    v1 = build_run(tmp_path / "c", metrics={1: timers | {"perf/mfu/actor": 0.1}, 2: timers | without})
+    assert summary_of(v1).mfu == (None, None, pytest.approx(0.2))
 
 
 def validated(*sources, at, steps=3, k=8):

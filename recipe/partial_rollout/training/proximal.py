@@ -7,7 +7,7 @@ the pass gives, and the difference that it makes, ``proximal/error``.
 
 In a step without the pass verl's ``fit`` gets the behaviour log-probs in place of the proximal ones. Metrics that it
 derives from them are left out; the loss gives those that the recipe reads (``training/loss.py``), under verl's names. The
-entropy, a tenth of an H200's update, is among them only where it is in the loss.
+entropy, another run over the logits, is among them only where it is in the loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of raw files, parquet or JSON lines, from this machine or the hub's cache; and of the files written."""
+"""Rows of raw files, parquet, JSON lines or a JSON list, from this machine or the hub's cache; and of the files written."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def files_of(place: Path, split: str, folder: str | None = None) -> list[Path]:
         return [place]
     root = place / folder if folder and (place / folder).is_dir() else place
     found = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    # A folder of tables may have JSON files that describe them.
+    found = [path for path in found if path.suffix != ".json"] or found
     named = [path for path in found if split in path.name]
     if not named and not any(other in path.name for path in found for other in ("train", "test")):
         named = found

@@ -200,7 +200,8 @@ class Summary:
         Row(
             "tokens/s of the pass, of the update",
             units.pair,
-            "Tokens of prompts and responses over verl's timers `old_log_prob`, where the pass runs, and `update_actor`.",
+            "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU (v1 logs "
+            "none), and `update_actor`; several epochs count them once.",
         ),
     ]
     mfu: Annotated[
@@ -208,8 +209,8 @@ class Summary:
         Row(
             "MFU of rollout, pass, update",
             units.shares,
-            "Share of the devices' arithmetic, by verl's table of their peaks. Rollout's follows from the update's, whose "
-            "token takes three times a decoded one's; prompts that are read again are left out.",
+            "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, times "
+            "decoded tokens/s over those of the pass; none under separate placement.",
             always=False,
         ),
     ]
@@ -339,7 +340,7 @@ def _total(steps: Sequence[Step], timer: str) -> tuple[float, float]:
     )
 
 
-def _work(run: RunRecord, decoded_per_s: float | None) -> tuple[Any, Any]:
+def _work(run: RunRecord, gen_s: float, decoded: int) -> tuple[Any, Any]:
     """Tokens/s of the pass and the update; MFU of rollout, pass and update, None where verl knows no peak."""
     passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
     speeds = ratio(*_total(passes, "old_log_prob")), ratio(*_total(run.steps, "update_actor"))
@@ -349,8 +350,9 @@ def _work(run: RunRecord, decoded_per_s: float | None) -> tuple[Any, Any]:
         shares.append(ratio(used, _total(steps, timer)[1]))
     if not shares[1]:
         return speeds, None
-    speed = ratio(decoded_per_s, speeds[1])
-    return speeds, (None if speed is None else shares[1] * speed / 3, *shares)
+    # A decoded token takes what one of the pass does, on the same devices.
+    speed = None if run.settings.separate else ratio(ratio(decoded, gen_s), speeds[0])
+    return speeds, (None if speed is None or shares[0] is None else shares[0] * speed, *shares)
 
 
 def _validation(run: RunRecord) -> Validation | None:
@@ -383,8 +385,7 @@ def summarize(run: RunRecord) -> Summary:
     rollout_s = None if separate else gen_s
     waits, idle, held = lane_shares(run)
     biases = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
-    decoded_per_s = ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s)
-    trainer_speeds, mfu = _work(run, decoded_per_s)
+    trainer_speeds, mfu = _work(run, gen_s, decoded)
     return Summary(
         rollout_s=rollout_s,
         train_s=step_s - gen_s,
@@ -404,7 +405,7 @@ def summarize(run: RunRecord) -> Summary:
         rollout_s_per_trained_token=ratio(rollout_s, tokens),
         train_s_per_trained_token=ratio(step_s - gen_s, tokens),
         step_s_per_trained_token=ratio(step_s, tokens),
-        decoded_tokens_per_s=decoded_per_s,
+        decoded_tokens_per_s=ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s),
         trainer_tokens_per_s=trainer_speeds,
         mfu=mfu,
         bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
