@@ -61,3 +61,4 @@ if cpu_requested():
     install_cpu()
 for module, patch in EVERYWHERE:
     when_imported(module, patch)
+when_imported("transfer_queue.client", v1.bound_controller, v1.has_queue)

@@ -1,23 +1,27 @@
-"""Patches for verl's v1 trainers: one more name in their registry, and the class of their worker groups.
+"""Patches for verl's v1 trainers: a name in their registry, the class of their worker groups, a deadline of TransferQueue.
 
 ``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
 So the registry imports the recipe's when it is asked for it, and hydra learns the recipe's keys before that command
 composes its config. They may go when verl's command imports what a config names.
 
 v1's ``_setup`` has no option for the class of its worker groups, so the name that it calls is replaced while it runs.
+
+TransferQueue's clients wait for its controller without end, whoever has died. It may go when they have a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from verl_ext.guard import VERL, replaced, require
+from verl_ext.guard import VERL, installed, replaced, require
 
 _REGISTERS = "recipe.partial_rollout.verl_command"
 """module that registers the recipe's trainer"""
+CONTROLLER_S = 200
+"""seconds for an answer of TransferQueue's controller; what it gives its own storage"""
 
 
 class _Registry(dict):
@@ -38,6 +42,36 @@ def know_recipe(module: Any) -> None:
 def know_keys(module: Any) -> None:
     """Hydra finds the recipe's keys; ``module`` is one that verl's command imports first."""
     importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
+
+
+def has_queue(patch: str) -> None:
+    """Raise ``UnsupportedVersionError`` if TransferQueue is installed, and is not the release of ``bound_controller``."""
+    if installed("TransferQueue") != "none":
+        require("TransferQueue", "0.1.11", patch)
+
+
+def bound_controller(module: Any) -> None:
+    """Clients of ``module``, ``transfer_queue.client``, give up on a controller that does not answer."""
+    import zmq
+
+    class BoundPool(module.ZMQSocketPool):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{"timeout": CONTROLLER_S, **kwargs})
+
+        @contextlib.asynccontextmanager
+        async def alease(self, peer: Any) -> AsyncIterator[Any]:
+            try:
+                async with super().alease(peer) as socket:
+                    yield socket
+            except Exception as error:
+                if not isinstance(error, zmq.Again) and not isinstance(error.__cause__, zmq.Again):
+                    raise
+                raise TimeoutError(
+                    f"TransferQueue's controller gave no answer within {CONTROLLER_S} s: it has died, or its node; "
+                    f"the run goes on from its last checkpoint"
+                ) from error
+
+    module.ZMQSocketPool = BoundPool
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import ray
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
+from ray.util import list_named_actors
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
@@ -135,6 +136,13 @@ def _remedy(config: DictConfig) -> str:
     )
 
 
+def check_cluster(config: DictConfig) -> None:
+    """Raise ``ConfigError`` where Ray has fewer devices or CPUs than trainer and engines need: it waits for ever."""
+    has = ray.cluster_resources()
+    check_devices_of_ray(config, available=int(has.get("GPU", 0)))
+    check_cpus(config, available=int(has.get("CPU", 0)))
+
+
 class TaskRunner(BaseTaskRunner):
     """Loads datasets and tokenizer at construction, which needs no Ray, and builds the rest in ``train``.
 
@@ -168,9 +176,7 @@ class TaskRunner(BaseTaskRunner):
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
             NodeLostError: the training failed, and one of Ray's nodes had died.
         """
-        has = ray.cluster_resources()
-        check_devices_of_ray(self.config, available=int(has.get("GPU", 0)))
-        check_cpus(self.config, available=int(has.get("CPU", 0)))
+        check_cluster(self.config)
         nodes = ClusterNodes()
         try:
             self._train(nodes)
@@ -220,6 +226,8 @@ class TaskRunner(BaseTaskRunner):
             config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
         )
         config.transfer_queue.enable = True
+        if {"name": "TransferQueueController", "namespace": "transfer_queue"} in list_named_actors(all_namespaces=True):
+            raise fail("trainer.use_v1", True, "False: another run of this Ray cluster has its TransferQueue")
         tq.init(config.transfer_queue)
         try:
             groups = with_master_ports(RayWorkerGroup)

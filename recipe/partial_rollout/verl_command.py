@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.settings import V1_MODE
-from recipe.partial_rollout.task_runner import with_master_ports
+from recipe.partial_rollout.task_runner import check_cluster, with_master_ports
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 
@@ -25,14 +25,16 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
     """``PartialRolloutPPOTrainer`` of a run that begins with it.
 
     Raises:
-        ConfigError: what ``main_ppo.run`` refuses.
+        ConfigError: what ``main_ppo`` refuses.
     """
 
     def __init__(self, config: DictConfig) -> None:
         directory = main_ppo.check_and_wire(config)
         # Until this process ends.
         self._lock = ExitStack()
-        self._lock.enter_context(locked(directory))
+        if not config.trainer.get("val_only"):
+            self._lock.enter_context(locked(directory))
+        check_cluster(config)
         runner = main_ppo.begin(directory, config)
         groups = with_master_ports(RayWorkerGroup)
         super().__init__(config, worker_group_class=groups, session=runner.session)

@@ -48,7 +48,8 @@ def replay(run: RunRecord) -> Replay:
     """Replay all rounds of ``run``, whose overlap must be fixed; figures exclude the first, in which engines compile.
 
     Raises:
-        ValueError: it had separate placement, dynamic sampling or tools, or no ``config.yaml`` says how it was scheduled.
+        ValueError: it had separate placement, dynamic sampling, tools, or keys that have gone since; or no ``config.yaml``
+            says how it was scheduled.
         CurveError: its calls show no engine curve.
     """
     if run.settings.separate:

@@ -135,6 +135,7 @@ MISTAKES = {
     f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; with partial_rollout.mode=april",
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
     f"{P}.overlap=-1": "above -1",
+    f"{P}.enable=False trainer.use_v1=True algorithm.adv_estimator=remax": "any other with trainer.use_v1=True: verl's v1",
     f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",

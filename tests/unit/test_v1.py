@@ -1,5 +1,6 @@
 """The trainer under verl's v1: what it hands over, and that it trains the same as the legacy one."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,12 @@ from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGro
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.training.reward_info import objects
+from verl_ext import v1
 
 pytest.importorskip("transfer_queue")
 from recipe.partial_rollout.training.v1 import rounds
+from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION, PROMPT, RESPONSE = 4, 8, 16
@@ -234,6 +238,72 @@ def test_validation_is_generated_before_it_is_sampled_and_leaves_nothing_of_what
     batch, metrics = made.it.sample(5, "val", 2)
     assert batch.keys == ["a_0_0", "b_0_0"] and metrics == {}
     assert list(made.queue.held) == [("val", "a_0_0"), ("val", "b_0_0")]
+
+
+def test_validation_asks_with_the_columns_as_the_data_has_them(buffer):
+    """verl's ``DataProto.from_tensordict`` makes arrays of lists, and fails where they differ in size."""
+    made = buffer(SlotLoader(1, 2))
+    conversations = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}]]
+    pixels = [np.zeros((2, 3)), np.zeros((2, 4))]
+    columns = {"uid": objects(["a", "b"]), "raw_prompt": objects(conversations), "pixels": objects(pixels)}
+    prompts = tu.get_tensordict({"dummy": torch.zeros(2, 1), **columns})
+    tu.assign_non_tensor_data(prompts, "global_steps", 5)
+    made.queue.kv_batch_put(["a", "b"], "val")
+    made.it.generate_sequences(prompts)
+    asked = made.rollout.asked[0].non_tensor_batch
+    assert asked["raw_prompt"].tolist() == [*conversations, conversations[0]]
+    assert [each.shape for each in asked["pixels"]] == [(2, 3), (2, 4), (2, 3)]
+
+
+def test_what_rewards_say_of_a_validation_is_averaged_as_under_the_legacy_trainer(buffer):
+    """Tensors, a key ``reward``, and a failed sample, which counts in no mean; verl's v1 counts it as wrong."""
+    made = buffer(SlotLoader(1, 2))
+    said = [{"acc": np.True_, "reward": 9.0}, {"acc": torch.tensor(1.0)}, {"acc": 0}, {"sample_error": "died"}]
+    batch = batch_of((7, 5))
+    batch.non_tensor_batch |= {"reward_extra_info": objects(said), "uid": objects(["a", "b", "c", "d"])}
+    made.it._batch = batch, "val", 1
+    made.it._put()
+    infos = {"reward": [1.0, 1.0, 0.0, math.nan], "reward_extra_info": []}
+    for extra in next(iter(made.queue.held.values()))["extra_fields"]:
+        for name, value in extra["reward_extra_info"].items():
+            infos[name].append(value)
+    trainer = object.__new__(PartialRolloutPPOTrainer)
+    uids = ["a", "b", "c", "d"]
+    expected = dict.fromkeys((("x", uid) for uid in uids), 1)
+    logged = trainer._val_metrics_update(["x"] * 4, uids, infos, [1] * 4, expected_acc_counts=expected)
+    assert logged["val-core/x/acc/mean@1"] == pytest.approx(2 / 3)
+    assert not any("success_only" in key for key in logged)
+
+
+@pytest.mark.parametrize("key", ["routed_experts", "position_ids"])
+def test_tensors_that_the_rows_would_not_have_are_refused_by_name(key):
+    batch = batch_of((7, 5))
+    batch.batch[key] = torch.zeros(len(batch), 3, PROMPT + RESPONSE)
+    with pytest.raises(ValueError, match=f"{key}: .*trainer.use_v1=False"):
+        rounds.rows_of(batch)
+
+
+def test_a_controller_that_no_longer_answers_ends_the_wait_by_name(monkeypatch):
+    import asyncio
+
+    import zmq.asyncio
+    from transfer_queue import client
+
+    monkeypatch.setattr(v1, "CONTROLLER_S", 1)
+    context = zmq.asyncio.Context()
+    peer = SimpleNamespace(id="controller", ip="127.0.0.1", ports={"request_handle_socket": 1})
+
+    async def ask():
+        async with client.ZMQSocketPool(context, "me", "request_handle_socket").alease(peer) as socket:
+            try:
+                await socket.recv_multipart()
+            except Exception as error:
+                # As TransferQueue's client does.
+                raise RuntimeError(f"Error in get_meta: {error}") from error
+
+    with pytest.raises(TimeoutError, match="TransferQueue's controller gave no answer within 1 s"):
+        asyncio.run(ask())
+    context.destroy(linger=0)
 
 
 def test_scores_of_a_colocated_reward_model_reach_the_rows_in_the_order_of_the_batch(buffer):

@@ -119,6 +119,11 @@ def seconds(default: float, words: str) -> float:
     return key(default, words, above=0, unit="seconds")
 
 
+def whole(groups: float) -> int:
+    """Whole ``groups``; a share written in decimals can fall short of a whole number by a rounding error."""
+    return math.floor(groups + 1e-6)
+
+
 @dataclass(frozen=True, slots=True)
 class Scheduling:
     """``partial_rollout.scheduling``."""
@@ -138,8 +143,7 @@ class Scheduling:
         >>> [Scheduling(overtake=share).positions(8) for share in (None, 0, 0.3)]
         [None, 0, 2]
         """
-        # A share written in decimals can fall short of a whole number by a rounding error.
-        return None if self.overtake is None else math.floor(self.overtake * batch_groups + 1e-6)
+        return None if self.overtake is None else whole(self.overtake * batch_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +367,7 @@ class PartialRolloutConfig:
                 self.overlap,
                 f"at most {ROOT}.max_staleness={self.max_staleness}: more groups in flight cannot all be trained in time",
             )
-        if self.overlap < 0 and (self.mode is not Mode.APRIL or (1 + self.overlap) * self.batch_groups < 1):
+        if self.overlap < 0 and (self.mode is not Mode.APRIL or not whole((1 + self.overlap) * self.batch_groups)):
             allowed = f"at least 0; with {ROOT}.mode=april (1 + overlap) * data.train_batch_size at least 1"
             raise fail(f"{ROOT}.overlap", self.overlap, allowed)
         if self.mode is not Mode.WINDOW and self.max_staleness < 1:

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, whole
 from recipe.partial_rollout.manager.groups import Groups
 
 
@@ -111,8 +111,7 @@ class Admission:
         [12, 12, 8]
         """
         batch = self.settings.batch_groups
-        # A sum of decimals can fall short of a whole number by a rounding error.
-        size = math.floor((1 + self.settings.overlap) * batch + 1e-6)
+        size = whole((1 + self.settings.overlap) * batch)
         return size * math.ceil(batch / size) if size < batch else size
 
     @property

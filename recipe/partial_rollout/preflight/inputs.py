@@ -96,8 +96,8 @@ def model_config(path: str, key: str = MODEL, name: str = "config.json") -> dict
         ConfigError: it is neither; says how to get it.
     """
     local, words = Path(path).expanduser(), f"a local model directory with {name}, or a model of the hub"
-    # transformers takes the file itself, too.
-    local = local if local.is_file() else local / name
+    # Of a config alone verl takes the file, too.
+    local = local if key.endswith("hf_config_path") and local.is_file() else local / name
     try:
         return json.loads((local if local.is_file() else _of_hub(path, name)).read_text())
     except ValueError as error:

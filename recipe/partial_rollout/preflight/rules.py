@@ -68,6 +68,7 @@ _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"
 _PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
 _SEPARATE = on("partial_rollout.placement", Placement.SEPARATE)
 _COLOCATED = _PR.but(_SEPARATE)
+_V1 = on("trainer.use_v1")
 _UNCORRECTED = _PR.also(on("partial_rollout.correction", Correction.NONE))
 _CRITIC, _REFERENCE = When(need_critic), When(need_reference_policy)
 _CPU = on("trainer.device", "cpu")
@@ -322,6 +323,12 @@ _ENGINES = (
     only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
 )
 _PARTIAL_ROLLOUT = (
+    *where(
+        _NO_PR.also(_V1),
+        only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
+        only("distillation.enabled", False, "rows under v1 have nothing of a teacher"),
+        other_than("algorithm.adv_estimator", "remax", "verl's v1 makes no greedy baseline"),
+    ),
     *where(
         _PR,
         only("rollout.name", "vllm", "other engines are not interrupted by it"),

@@ -19,8 +19,8 @@ def check_settings(config: DictConfig) -> PartialRolloutConfig:
 
     Flags in ``config`` become bools, and paths of tools absolute.
     """
-    settings = PartialRolloutConfig.from_config(config)
     check_verl_keys(config)
+    settings = PartialRolloutConfig.from_config(config)
     import_libraries(config)
     check_rules(RULES, config)
     for warning in filter(None, (rule.refusal(config) for rule in WARNINGS)):

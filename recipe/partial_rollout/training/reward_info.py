@@ -50,7 +50,7 @@ def spread_infos(batch: DataProto, *, validate: bool) -> None:
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """verl's lists of a validation, one entry a sample, with one for each key of the rewards."""
     rest = {key: values for key, values in infos.items() if key != REWARD_INFO}
-    return {**{key: list(column) for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
+    return {**{key: column.tolist() for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
 
 
 def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:

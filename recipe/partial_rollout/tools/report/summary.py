@@ -200,8 +200,8 @@ class Summary:
         Row(
             "tokens/s of the pass, of the update",
             units.pair,
-            "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU (v1 logs "
-            "none), and `update_actor`; several epochs count them once.",
+            "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU "
+            "(v1 logs none), and `update_actor`; several epochs count them once.",
         ),
     ]
     mfu: Annotated[
@@ -209,8 +209,8 @@ class Summary:
         Row(
             "MFU of rollout, pass, update",
             units.shares,
-            "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, times "
-            "decoded tokens/s over those of the pass; none under separate placement.",
+            "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, "
+            "times decoded tokens/s over those of the pass; none under separate placement.",
             always=False,
         ),
     ]

@@ -19,15 +19,20 @@ import numpy as np
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from recipe.partial_rollout.training.reward_info import objects
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 TRAIN, VALIDATION = "train", "val"
 """v1's partitions of TransferQueue"""
 _OF_RESPONSE = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores")
 """tensors [B, R] that a row has, where the batch has them"""
+_MADE_OF = {"prompts", "responses", "attention_mask", "input_ids", "position_ids", *_OF_RESPONSE}
+"""tensors of a batch that a row is made of"""
 _COLUMNS = ("uid", "data_source", "reward_model", "multi_modal_inputs")
 """columns that v1 reads as fields of their own"""
 
@@ -84,7 +89,11 @@ class RoundBuffer:
             StopTraining: the user asked for it.
         """
         tq.kv_clear(keys=list(prompts["uid"]), partition_id=VALIDATION)
-        self._generate(DataProto.from_tensordict(prompts), VALIDATION)
+        # verl makes one array of a column's rows, of lists too.
+        stacks = {key: column for key, column in prompts.items() if isinstance(column, NonTensorStack)}
+        asked = DataProto.from_tensordict(prompts.exclude(*stacks))
+        asked.non_tensor_batch = {key: objects([row.data for row in column]) for key, column in stacks.items()}
+        self._generate(asked, VALIDATION)
 
     def score(self, scored: Callable[[DataProto], DataProto]) -> None:
         """Put the batch again with what a colocated reward model says of it."""
@@ -119,6 +128,10 @@ class RoundBuffer:
         assert self._batch is not None
         batch, partition, step = self._batch
         n, rows = self._samples[partition], rows_of(batch)
+        if partition == VALIDATION:
+            # As under RayPPOTrainer: one value, of which ``reward_info.per_sample`` makes columns.
+            for row in rows:
+                row["extra_fields"][REWARD_INFO] = {REWARD_INFO: row["extra_fields"].get(REWARD_INFO, {})}
         keys = [f"{row['uid']}_{i % n}_0" for i, row in enumerate(rows)]
         tags = [_tag(row, step) for row in rows]
         tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(rows), tags=tags)
@@ -130,7 +143,17 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 
     ``extra_fields`` has the columns that v1 does not read by name. A sample without a response has a token outside of the
     loss, the batch's padding: verl's nested tensors have no empty row.
+
+    Raises:
+        ValueError: the batch has a tensor that would be lost.
     """
+    unknown = sorted(set(batch.batch.keys()) - _MADE_OF)
+    if batch.batch["position_ids"].dim() > 2:
+        unknown.append("position_ids")
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: the recipe's batches under v1 have no such tensor (trainer.use_v1=False)"
+        )
     width = batch.batch["prompts"].shape[1]
     sizes = batch.batch["attention_mask"][:, :width].sum(1).tolist()
     lengths = batch.batch["attention_mask"][:, width:].sum(1).clamp(min=1).tolist()

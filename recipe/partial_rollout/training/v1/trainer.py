@@ -106,6 +106,10 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
         self.replay_buffer.score(lambda padded: score_batch(self.reward_loop_manager, padded, self.settings))
         return batch
 
+    def _val_metrics_update(self, *args: Any, expected_acc_counts: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """As ``RayPPOTrainer``'s: v1 counts a failed sample as wrong, here it counts in no mean."""
+        return super()._val_metrics_update(*args, **kwargs)
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.proximal.recomputes(self.global_steps):
             return super()._compute_old_log_prob(batch, metrics)
