@@ -112,9 +112,7 @@ class _Entropy(torch.autograd.Function):
         return gradient, None
 
 
-@torch.compiler.disable
-def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probs [...] in float32 of ``labels`` [...] under ``logits`` [..., V]; for verl's ``logprobs_from_logits_v2``."""
+def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     return _LogProbs.apply(flat, labels.reshape(-1, 1), _rows(flat)).view(labels.shape)
 
@@ -124,13 +122,19 @@ def _entropy(logits: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
     return _Entropy.apply(flat, _rows(flat, chunk_size)).view(logits.shape[:-1])
 
 
+# verl compiles what it is given, and ``torch.compile`` looks through a decorator of its own: each number of chunks would be
+# a graph of its own, a minute of an H200's update. So what is called inside is disabled.
+_uncompiled_log_probs: Any = torch.compiler.disable(_log_probs)
 _uncompiled_entropy: Any = torch.compiler.disable(_entropy)
+
+
+def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs [...] in float32 of ``labels`` [...] under ``logits`` [..., V]; for verl's ``logprobs_from_logits_v2``."""
+    return _uncompiled_log_probs(logits, labels)
 
 
 def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
     """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions. ``chunk_size``: rows at most."""
-    # verl compiles what it is given, and ``torch.compile`` looks through a decorator: each number of chunks would be a
-    # graph of its own, a minute of an H200's update.
     return _uncompiled_entropy(logits, chunk_size)
 
 
