@@ -1,20 +1,21 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase
-from recipe.partial_rollout.tools.reading.columns import union
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of, seconds, within, without
+from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, covered, lanes_of
 from recipe.partial_rollout.tools.report.panels import Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up
@@ -341,26 +342,24 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_noted(spans):
     assert ran == pytest.approx(sum(call.end - call.start for call in calls))
 
 
-@given(SPANS, SPANS, MOMENTS, MOMENTS)
-def test_spans_are_sets_of_moments(some, others, start, end):
-    def moments(spans):
-        return {t for a, b in spans for t in range(a, b)}
-
-    assert moments(union(some)) == moments(some)
-    assert moments(without(some, others)) == moments(some) - moments(others)
-    assert moments(within(some, start, end)) == moments(some) & set(range(start, end))
-    for found in (union(some), without(some, others), within(some, start, end)):
-        assert all(a < b for a, b in found) and seconds(found) == len(moments(found))
+@given(SPANS)
+def test_moments_that_spans_cover_come_back_as_spans_apart(some):
+    spans = np.array(some, float).reshape(-1, 2)
+    moments = np.unique(spans)
+    within = covered(moments, spans)
+    found = Lanes(moments, {}, within, []).spans(within)
+    assert {t for a, b in found for t in range(int(a), int(b))} == {t for a, b in some for t in range(a, b)}
+    assert all(a < b for a, b in found) and all(a[1] < b[0] for a, b in itertools.pairwise(found))
 
 
 def test_each_lane_is_in_one_state_at_a_time(run):
     lanes = lanes_of(run)
-    states = [(state, span) for state, spans in lanes.trainer.items() for span in spans]
-    assert seconds(union(span for _, span in states)) == pytest.approx(seconds(span for _, span in states))
-    assert after_zero(lanes.trainer[Trainer.TRAIN]) == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
-    assert after_zero(lanes.trainer[Trainer.STAGE]) == [(16, 18), (28, 30)]
-    assert after_zero(lanes.held) == after_zero(lanes.trainer[Trainer.LOAD]) == [(18, 19), (30, 31)]
-    assert after_zero(lanes.decoding[1]) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
+    assert sum(state.astype(int) for state in lanes.trainer.values()).max() == 1
+    spans = {state: after_zero(lanes.spans(at)) for state, at in lanes.trainer.items()}
+    assert spans[Trainer.TRAIN] == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
+    assert spans[Trainer.STAGE] == [(16, 18), (28, 30)]
+    assert after_zero(lanes.spans(lanes.held)) == spans[Trainer.LOAD] == [(18, 19), (30, 31)]
+    assert after_zero(lanes.spans(lanes.decoding[1])) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
 
 
 # -- separate placement: figures, sentences and pictures -----------------------------------------------------------------

@@ -11,25 +11,6 @@ from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import EngineCall
 
-Span = tuple[float, float]
-"""start and end, in seconds"""
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments in as few spans as possible, by start; empty ones are left out.
-
-    >>> union([(4, 6), (0, 2), (1, 3)])
-    [(0, 3), (4, 6)]
-    """
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
 _KINDS = {
     "replica": "i4",
     "start": "f8",

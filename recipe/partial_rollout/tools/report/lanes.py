@@ -9,51 +9,14 @@ the sync, and under separate placement the sync lies within the training phase.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from recipe.partial_rollout.records.run_log import PhaseName
-from recipe.partial_rollout.tools.reading.columns import CallColumns, Span, union
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
-
-
-def without(spans: Iterable[Span], *cuts: Iterable[Span]) -> list[Span]:
-    """The moments of ``spans`` that lie in none of ``cuts``, by start.
-
-    >>> without([(0, 10)], [(2, 3)], [(8, 12)])
-    [(0, 2), (3, 8)]
-    """
-    left: list[Span] = []
-    gone = union(span for cut in cuts for span in cut)
-    at = 0
-    for start, end in union(spans):
-        while at < len(gone) and gone[at][1] <= start:
-            at += 1
-        for cut_start, cut_end in gone[at:]:
-            if cut_start >= end:
-                break
-            if cut_start > start:
-                left.append((start, cut_start))
-            start = max(start, cut_end)
-        if end > start:
-            left.append((start, end))
-    return left
-
-
-def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """The moments of ``spans`` between ``start`` and ``end``, by start.
-
-    >>> within([(0, 4), (6, 9)], 3, 7)
-    [(3, 4), (6, 7)]
-    """
-    return union((max(a, start), min(b, end)) for a, b in spans if b > start and a < end)
-
-
-def seconds(spans: Iterable[Span]) -> float:
-    """Sum of the spans' lengths."""
-    return sum(end - start for start, end in spans)
 
 
 class Trainer(StrEnum):
@@ -68,13 +31,33 @@ class Trainer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Unix seconds; spans are by start, those of one lane do not overlap."""
+    """States over time: bool [interval] each, an interval between two neighbouring ``moments``."""
 
-    trainer: dict[Trainer, list[Span]]
-    held: list[Span]
+    moments: np.ndarray
+    """[moment] unix seconds, ascending, at which a state may change"""
+    trainer: dict[Trainer, np.ndarray]
+    """Never two at once."""
+    held: np.ndarray
     """All engines are held, for new weights or for a checkpoint."""
-    decoding: list[list[Span]]
+    decoding: list[np.ndarray]
     """[replica] it runs a training sample's call and is not held"""
+
+    def spans(self, state: np.ndarray) -> list[tuple[float, float]]:
+        """Start and end (unix seconds) of each time that ``state`` lasted."""
+        changes = self.moments[np.flatnonzero(np.diff(state, prepend=False, append=False))]
+        return list(zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True))
+
+
+def covered(moments: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """bool [interval between two ``moments``] whether one of ``spans``, [span, 2] starts and ends among them, has it.
+
+    >>> covered(np.arange(5.0), np.array([(0.0, 1.0), (2.0, 4.0), (3.0, 4.0)])).tolist()
+    [True, False, True, True]
+    """
+    change = np.zeros(len(moments), int)
+    np.add.at(change, np.searchsorted(moments, spans[:, 0]), 1)
+    np.add.at(change, np.searchsorted(moments, spans[:, 1]), -1)
+    return np.cumsum(change)[:-1] > 0
 
 
 def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | None]:
@@ -86,39 +69,34 @@ def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | Non
     start, end = (run.rounds[at].phase.end for at in (0, -1))
     if end <= start:
         return None, None, None
-    lanes, span = lanes_of(run), end - start
-    waits, held, validates = (
-        within(spans, start, end)
-        for spans in (lanes.trainer[Trainer.WAIT], lanes.held, lanes.trainer[Trainer.VALIDATE])
-    )
-    idle = statistics.fmean(seconds(without([(start, end)], spans, held, validates)) for spans in lanes.decoding)
-    return seconds(waits) / span, idle / span, seconds(held) / span if run.settings.separate else None
+    lanes = lanes_of(run)
+    shares = np.diff(np.clip(lanes.moments, start, end)) / (end - start)
+    no_idling = lanes.held | lanes.trainer[Trainer.VALIDATE]
+    busy = [float(shares @ (decodes | no_idling)) for decodes in lanes.decoding]
+    held = float(shares @ lanes.held) if run.settings.separate else None
+    return float(shares @ lanes.trainer[Trainer.WAIT]), 1 - float(np.mean(busy)), held
 
 
 def lanes_of(run: RunRecord) -> Lanes:
     """The lanes of a run of any arm; one without separate placement waits while its engines run a round."""
-    spans = {name: union((p.start, p.end) for p in run.phases if p.name == name) for name in PhaseName}
+    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    ran, replica = np.stack([calls.column("busy_from"), calls.column("end")], axis=1), calls.column("replica")
+    spans = {name: [(p.start, p.end) for p in run.phases if p.name == name] for name in PhaseName}
     if not run.settings.separate:
-        spans[PhaseName.WAIT] = union((round_.phase.start, round_.phase.end) for round_ in run.rounds)
-    held = union([*spans[PhaseName.HOLD], *spans[PhaseName.FLUSH]])
-    validate, wait = spans[PhaseName.VALIDATE], spans[PhaseName.WAIT]
-    send = union([*spans[PhaseName.SYNC], *spans[PhaseName.STAGE]])
+        spans[PhaseName.WAIT] = [(round_.phase.start, round_.phase.end) for round_ in run.rounds]
+    arrays = {name: np.array(found, float).reshape(-1, 2) for name, found in spans.items()}
+    moments = np.unique(np.concatenate([ran, *arrays.values()]))
+    during = {name: covered(moments, array) for name, array in arrays.items()}
+    held = during[PhaseName.HOLD] | during[PhaseName.FLUSH]
     # Who comes first here takes its moments from those after it.
+    validate, wait = during[PhaseName.VALIDATE], during[PhaseName.WAIT]
+    send = during[PhaseName.SYNC] | during[PhaseName.STAGE]
     trainer = {
         Trainer.VALIDATE: validate,
-        Trainer.WAIT: without(wait, validate),
-        Trainer.LOAD: without(spans[PhaseName.HOLD], validate, wait),
-        Trainer.STAGE: without(send, validate, wait, held),
-        Trainer.TRAIN: without(spans[PhaseName.TRAIN], validate, wait, held, send),
+        Trainer.WAIT: wait & ~validate,
+        Trainer.LOAD: during[PhaseName.HOLD] & ~validate & ~wait,
+        Trainer.STAGE: send & ~validate & ~wait & ~held,
+        Trainer.TRAIN: during[PhaseName.TRAIN] & ~validate & ~wait & ~held & ~send,
     }
-    return Lanes(trainer, held, [without(spans, held) for spans in _running(run)])
-
-
-def _running(run: RunRecord) -> list[list[Span]]:
-    """[replica] when it had a call"""
-    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
-    found: list[list[Span]] = [[] for _ in range(run.settings.replicas)]
-    columns = (calls.column(name).tolist() for name in ("replica", "busy_from", "end"))
-    for replica, start, end in zip(*columns, strict=True):
-        found[replica].append((start, end))
-    return [union(spans) for spans in found]
+    decoding = [covered(moments, ran[replica == index]) & ~held for index in range(run.settings.replicas)]
+    return Lanes(moments, trainer, held, decoding)

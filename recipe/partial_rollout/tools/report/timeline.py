@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from msgspec import structs
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
@@ -40,7 +38,7 @@ PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
 LEAST_PIXELS = 1.0
 """A hold is drawn at least this wide."""
-MAX_ROUND_LABELS = 26
+MAX_ROUND_LABELS, MAX_SHADES = 26, 6
 CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
 """A run of more than 30 rounds gets a close-up of 10."""
 
@@ -73,7 +71,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    _draw_legend(figure, comparison)
+    _draw_legend(figure)
     figure.savefig(path)
 
 
@@ -110,17 +108,24 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     full, curve = settings.full_concurrency, _whole_curve(side.run)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
     if not settings.separate:
-        whole_height = {"yrange": (0, 1), "transform": axes.get_xaxis_transform()}
-        for bars, background in zip(_between_rounds(side.run), (TRAIN_COLOUR, VALIDATE_COLOUR), strict=True):
-            axes.broken_barh(bars, color=background, linewidth=0, antialiased=False, zorder=0, **whole_height)
+        at = axes.get_xaxis_transform()
+        training, validation = _between_rounds(side.run)
+        _draw_bars(axes, training, TRAIN_COLOUR, "training (between rounds)", zorder=0, transform=at)
+        _draw_bars(axes, validation, VALIDATE_COLOUR, str(Trainer.VALIDATE), zorder=0, transform=at)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
-    axes.broken_barh(rollouts, (0, full), color=IDLE_COLOUR, linewidth=0, antialiased=False, zorder=0)
+    empty = "slots empty, trainer waits" if settings.separate else "rollout, slots empty"
+    _draw_bars(axes, rollouts, IDLE_COLOUR, empty, yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
+    which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
     for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
-        axes.fill_between(curve.times - origin, below, above, color=shade, **style)
+        axes.fill_between(
+            curve.times - origin, below, above, color=shade, label=f"running, {side.name}{which}", **style
+        )
     times, running, in_tools = tools_above(side.run, curve)
-    axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, **style)
-    axes.plot([0, side.run.end - side.run.start], [full, full], color="black", linestyle="--", linewidth=1.2, zorder=3)
+    name = "between two turns, in tools" if in_tools.any() else None
+    axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, label=name, **style)
+    line = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
+    axes.plot([0, side.run.end - side.run.start], [full, full], label=f"full: {full}", **line)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
@@ -129,18 +134,26 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
 def _draw_holds(axes: Axes, lanes: Lanes, origin: float, longest: float, full: int) -> None:
     """Over all that runs: it goes on, but makes no token."""
     pixel = longest * LEAST_PIXELS / max(1.0, axes.get_window_extent().width)
-    held = [(start, max(length, pixel)) for start, length in _bars(lanes.held, origin)]
-    axes.broken_barh(held, (0, full), color=HELD_COLOUR, linewidth=0, antialiased=False, zorder=3)
+    held = [(start, max(length, pixel)) for start, length in _bars(lanes.spans(lanes.held), origin)]
+    _draw_bars(axes, held, HELD_COLOUR, "engines held, weights load", yrange=(0, full), zorder=3)
 
 
 def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
     for state in Trainer:
-        bars = _bars(lanes.trainer[state], origin)
-        axes.broken_barh(bars, (0, 1), color=TRAINER_COLOURS[state], linewidth=0, antialiased=False)
+        # Waiting and loading have the colours of empty slots and of holds, and their names.
+        name = None if state in (Trainer.WAIT, Trainer.LOAD) else str(state)
+        _draw_bars(axes, _bars(lanes.spans(lanes.trainer[state]), origin), TRAINER_COLOURS[state], name)
     axes.set_ylim(0, 1)
     axes.set_yticks([0.5], ["trainer"])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_bars(
+    axes: Axes, bars: list[Span], colour: str, name: str | None, yrange: tuple[float, float] = (0, 1), **style: Any
+) -> None:
+    """Under ``name`` in the legend, if there are any."""
+    axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, linewidth=0, antialiased=False, **style)
 
 
 def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
@@ -227,36 +240,15 @@ def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
         axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
 
 
-def _draw_legend(figure: Figure, comparison: Comparison) -> None:
-    handles: list[Any] = []
-    labels: list[str] = []
-    for index, side in enumerate(comparison.sides):
-        replicas = side.run.settings.replicas
-        handles.append(tuple(Patch(color=shade) for shade in _shades(hue(index), min(replicas, 6))))
-        labels.append(f"running, {side.name}" + (f" (replicas 0 to {replicas - 1}, upwards)" if replicas > 1 else ""))
-    fulls = sorted({side.run.settings.full_concurrency for side in comparison.sides})
-    handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1.2))
-    labels.append(f"full: {' and '.join(map(str, fulls))}")
-    colours = _legend_colours(comparison)
-    handles += [Patch(color=colour) for colour in colours.values()]
-    labels += list(colours)
+def _draw_legend(figure: Figure) -> None:
+    """What is drawn by name, once: of many shades of one name a few."""
+    by_name: dict[str, list[Any]] = {}
+    for axes in figure.axes:
+        for drawn, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            by_name.setdefault(name, []).append(drawn)
+    shades: list[Any] = [tuple(drawn[:: -(-len(drawn) // MAX_SHADES)]) for drawn in by_name.values()]
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     figure.legend(
-        handles, labels, handler_map=handler, loc="outside lower center", ncols=min(6, len(labels)),
+        shades, list(by_name), handler_map=handler, loc="outside lower center", ncols=min(6, len(shades)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip
-
-
-def _legend_colours(comparison: Comparison) -> dict[str, str]:
-    """What the colours mean besides those of the runs."""
-    runs = [side.run for side in comparison.sides]
-    separate, in_turns = ([run for run in runs if run.settings.separate is wanted] for wanted in (True, False))
-    validates = any(phase.name == PhaseName.VALIDATE for run in runs for phase in run.phases)
-    return {
-        **({"between two turns, in tools": TOOLS_COLOUR} if any(len(_between_turns(run)[0]) for run in runs) else {}),
-        ("slots empty, trainer waits" if separate else "rollout, slots empty"): IDLE_COLOUR,
-        **({"training (between rounds)": TRAIN_COLOUR} if in_turns else {}),
-        **({"engines held, weights load": HELD_COLOUR} if separate else {}),
-        **({str(state): TRAINER_COLOURS[state] for state in (Trainer.TRAIN, Trainer.STAGE)} if separate else {}),
-        **({"validation": VALIDATE_COLOUR} if validates else {}),
-    }
