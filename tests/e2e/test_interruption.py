@@ -50,7 +50,7 @@ async def interrupt_in_full_run(server, name):
 async def resume_to_the_end(server):
     """Requests that an end token ends, interrupted on their way and resumed; (tokens before, tokens after) of each."""
     from recipe.partial_rollout.engine.hold import tokens_made
-    from recipe.partial_rollout.worker.resumption import sampling_of_call
+    from recipe.partial_rollout.worker.llm_client import sampling_of_call
 
     await server.resume_generation()
     sampling = {"temperature": 1.0, "min_tokens": LEAST, "logprobs": True}

@@ -22,9 +22,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.batch import assemble_batch
-from recipe.partial_rollout.worker.agent_loop_worker import _require_one
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.observed import _require_one
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import InProcess, Local, script_replicas, settings_of

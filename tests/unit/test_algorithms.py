@@ -18,7 +18,7 @@ from recipe.partial_rollout.config.settings import FilterSettings, PartialRollou
 from recipe.partial_rollout.manager.policies import common_value
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES
-from recipe.partial_rollout.worker.turn_alignment import sample_output
+from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from tests.unit.test_turn_alignment import played, returned
 
 

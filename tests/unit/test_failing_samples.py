@@ -25,12 +25,10 @@ from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.worker.agent_loop_worker import (
-    ObservedAgentLoopWorker,
-    PartialRolloutAgentLoopWorker,
-    RewardError,
-)
+from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
+from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.shared import byte_tokenizer
 from tests.unit.test_turn_alignment import played
 

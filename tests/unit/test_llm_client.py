@@ -17,8 +17,7 @@ from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash, digest_of
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
-from recipe.partial_rollout.worker.resumption import SamplingError
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SamplingError
 from tests.unit.shared import Keeper, script_replicas
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")

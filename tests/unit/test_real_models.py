@@ -13,7 +13,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.preflight.inputs import check_vocabulary
 from recipe.partial_rollout.preflight.rows import check_prompts, prompt_lengths
-from recipe.partial_rollout.worker.resumption import StopStrings
+from recipe.partial_rollout.worker.llm_client import StopStrings
 from tests.unit.shared import byte_tokenizer
 from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
 

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import (
     RewardError,
     RewardWorkers,

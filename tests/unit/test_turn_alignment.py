@@ -13,9 +13,9 @@ from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import Segment
+from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.turn_alignment import sample_output
 from tests.unit.shared import Keeper, script_replicas, tool_schema
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3

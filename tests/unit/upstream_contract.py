@@ -73,24 +73,24 @@ verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
     has: config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class
         __init__ generate_sequences
     calls: _performance_metrics(metrics, output)
-verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- agent_loop_worker agent_loop_manager
+verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_manager
     has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
         reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score _postprocess
-verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- turn_alignment agent_loop_worker
+verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed
     has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
         multi_modal_data
-verl.experimental.agent_loop.agent_loop:AgentLoopBase <- agent_loop_worker
+verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed
     has: __init__ run
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
-verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- agent_loop_worker rewards reward_workers
+verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
     has: compute_score compute_score_disrm reward_manager
 verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers colocated_reward
     has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers reward_manager_cls reward_model_manager
         config
 verl.experimental.reward_loop.reward_model:RewardModelManager <- colocated_reward
     has: rollout_replicas wake_up sleep
-verl.workers.rollout.llm_server:LLMServerClient <- llm_client
+verl.workers.rollout.llm_server:LLMServerClient <- observed llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
 verl.workers.rollout.llm_server:LLMServerManager <- trainer_run standalone_engines
     has: __init__ get_replicas
@@ -103,7 +103,7 @@ verl.workers.rollout.replica <- standalone_engines facts
     has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
     calls: add_servers(servers) remove_servers(server_ids)
-verl.workers.rollout.replica:TokenOutput <- llm_client
+verl.workers.rollout.replica:TokenOutput <- llm_client observed
     has: token_ids log_probs stop_reason num_preempted extra_fields
 verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer facts
     has: server_address server_handle workers max_concurrency
@@ -123,12 +123,12 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings agent_loop_worker llm_client
+verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings observed llm_client
         replica trainer_run
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
         top_p top_k
-verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
+verl.workers.config:AgentLoopConfig <- main_ppo observed
     has: agent_loop_manager_class default_agent_loop
 verl.workers.config:CheckpointEngineConfig <- rules
     has: backend
@@ -241,11 +241,11 @@ vllm.v1.engine:EngineCoreOutputs <- piecewise_scheduler
 vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
 vllm.v1.request:RequestStatus <- piecewise_scheduler
     has: FINISHED_ABORTED
-vllm:SamplingParams <- llm_client agent_loop_worker resumption admitting_engine distribution
+vllm:SamplingParams <- llm_client observed admitting_engine distribution
     has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
         presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
         skip_special_tokens spaces_between_special_tokens output_kind flat_logprobs
-vllm.v1.engine.detokenizer:IncrementalDetokenizer <- resumption hold replica
+vllm.v1.engine.detokenizer:IncrementalDetokenizer <- llm_client hold replica
     calls: num_output_tokens() from_new_request(tokenizer, request) update(new_token_ids, *, stop_terminated)
 vllm.engine.arg_utils:EngineArgs <- distribution
     has: model dtype enforce_eager max_model_len max_num_seqs seed speculative_config distributed_executor_backend

@@ -23,8 +23,9 @@ from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.waits import result_of, wait
-from recipe.partial_rollout.worker.agent_loop_worker import ObservedAgentLoopWorker, PartialRolloutAgentLoopWorker
-from recipe.partial_rollout.worker.llm_client import ObservedLLMClient, PartialRolloutLLMClient
+from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
 
 _IDENTITY = ("raw_prompt", "index")
 """columns by which the report knows a prompt again; a dataset of the user's own may have neither"""

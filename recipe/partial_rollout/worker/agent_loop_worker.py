@@ -1,301 +1,51 @@
-"""verl's agent-loop worker in both arms: noPR's with an account of its calls, and PR's, which runs what it claims."""
+"""PR's agent-loop worker: runs the samples that it claims, and matches what their loops return to the engine's tokens.
+
+A trained token must be the engine's in its place: a call whose prompt is all that the sequence has before some position,
+token for token, made what follows there, up to and including this token. The order of calls does not matter. So an agent
+loop may sample candidates beside each other and keep one, ask a judge in between, or mask a part of a turn; it may drop
+the end of a turn, as verl does where one token both stops an answer and starts the next message (GLM's
+``<|observation|>``). What it may not do is show the engine another context than the one that is trained.
+Example, with ``O`` for the observation token::
+
+    first call     prompt [u g A]                      made [x y O]
+    second call    prompt [u g A x y O s e e A]        made [z U]
+    response                     x y O s e e A z U     the O is the template's, not the model's
+    mask                         1 1 0 0 0 0 0 1 1
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import logging
-import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from copy import deepcopy
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hydra.utils import get_class, instantiate
 from ray import cloudpickle
-from verl.experimental.agent_loop.agent_loop import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    AgentLoopWorker,
-    DictConfigWrap,
-    ToolListWrap,
-    _agent_loop_registry,
-)
-from verl.experimental.reward_loop import RewardLoopWorker
-from verl.protocol import DataProto
-from verl.utils.rollout_trace import rollout_trace_attr
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from recipe.partial_rollout.config.settings import FilterSettings, Placement
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
-from recipe.partial_rollout.manager.policies import (
-    FailureVerdict,
-    excess_of,
-    missing,
-    retry_delay_s,
-    verdict_on,
-)
+from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
-from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.waits import ReplicaError, ToldError, one_line
+from recipe.partial_rollout.waits import ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
+    LiveSample,
     SampleClock,
     SampleTimeoutError,
+    Turn,
+    context_hash,
 )
-from recipe.partial_rollout.worker.llm_client import (
-    ObservedLLMClient,
-    PartialRolloutLLMClient,
-    ReplicaChoice,
-    SampleClient,
-)
-from recipe.partial_rollout.worker.rewards import (
-    REWARD_INFO,
-    RewardError,
-    RewardWorkers,
-    checked,
-    parts_of_reward,
-    reward_of,
-    reward_places,
-)
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
-from recipe.partial_rollout.worker.turn_alignment import sample_output
-
-_AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
-"""name of the agent loop that runs"""
 
 _THREADS = 1024
 """of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
-
-logger = logging.getLogger(__name__)
-
-
-class OverlongError(ValueError):
-    """An agent loop returned more than a batch holds."""
-
-
-def _require_one(output: Any) -> None:
-    """Refuse what verl's trainer cannot train."""
-    if not isinstance(output, AgentLoopOutput):
-        what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
-        raise TypeError(f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained")
-
-
-class ObservedAgentLoopWorker(AgentLoopWorker):
-    """verl's worker, with a deadline on the reward function and an account of its engine calls."""
-
-    llm_client: ObservedLLMClient
-    _filter: FilterSettings | None = None
-    """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
-    _parts: tuple[str, ...] = ()
-    """see ``parts_of_reward``"""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.config.partial_rollout.reward_in_worker:
-            # verl's reward worker in this process, called like an actor handle.
-            local = SimpleNamespace(remote=RewardLoopWorker(self.config).compute_score)
-            self.reward_loop_worker_handles = [SimpleNamespace(compute_score=local)]  # type: ignore[assignment]
-        elif self.reward_loop_worker_handles:
-            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
-        most = reward_places(self.config)
-        self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
-        self._parts = parts_of_reward(self.config)
-
-    def take_calls(self) -> list[EngineCall]:
-        """Engine calls that ended since this was last called."""
-        return self.llm_client.take_calls()
-
-    async def _run_agent_loop(
-        self,
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        *,
-        agent_name: str,
-        trace: bool = True,
-        **kwargs,
-    ) -> Any:
-        """As verl's, with ``_loop_client``, and without composing the whole configuration again for every sample."""
-        _AGENT_LOOP.set(agent_name)
-        registered = _agent_loop_registry.get(agent_name)
-        if registered is None:
-            raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
-        make = (
-            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
-        )
-        with rollout_trace_attr(
-            step=trajectory["step"],
-            sample_index=trajectory["sample_index"],
-            rollout_n=trajectory["rollout_n"],
-            validate=trajectory["validate"],
-            name="agent_loop",
-            trace=trace,
-        ):
-            output = await self._tried(make, sampling_params, trajectory, kwargs)
-            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
-
-    async def _tried(
-        self,
-        make: Callable[..., Any],
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        kwargs: dict[str, Any],
-    ) -> AgentLoopOutput:
-        """What the agent loop returns: under noPR and in validation run again if it fails, and masked in the end.
-
-        Of a training sample of PR the manager decides. A replica that fails ends the run, and so does a deadline.
-        """
-        for times in itertools.count(1):
-            try:
-                client = self._loop_client(trajectory)
-                agent_loop = make(
-                    trainer_config=DictConfigWrap(config=self.config),
-                    server_manager=client,
-                    tokenizer=self.tokenizer,
-                    processor=self.processor,
-                    hf_model_type=self.hf_model_type,
-                    dataset_cls=self.dataset_cls,
-                    data_config=DictConfigWrap(self.config.data),
-                    tools=ToolListWrap(self._loop_tools()),
-                )
-                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client)
-                _require_one(output)
-                return output
-            except (Exception, asyncio.CancelledError) as error:
-                verdict = verdict_on(times, self.config.partial_rollout.failures)
-                ended = asyncio.current_task().cancelling() or LIVE_SAMPLE.get()  # type: ignore[union-attr]
-                if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
-                    raise
-                told = ToldError.of(error)
-                said = f"{told.line} ({told.place})"
-                logger.warning("an agent loop failed: %s (verdict: %s)", said, verdict)
-                if verdict is FailureVerdict.MASK:
-                    log_probs = [0.0] if self.rollout_config.calculate_log_probs else None
-                    nothing = AgentLoopOutput(
-                        prompt_ids=[0], response_ids=[0], response_mask=[0], response_logprobs=log_probs,
-                        metrics=AgentLoopMetrics(),
-                    )  # fmt: skip
-                    return self._masked(nothing, said)
-            await asyncio.sleep(retry_delay_s(times))
-        raise AssertionError("the last verdict is to mask")
-
-    def _loop_client(self, trajectory: dict[str, Any]) -> Any:
-        """What the agent loop that is about to run generates with."""
-        return self.llm_client
-
-    def _loop_tools(self) -> list[Any]:
-        """The tools that it calls."""
-        return self.tools
-
-    async def _output(self, run: Awaitable[Any], client: Any) -> Any:
-        """What it returns."""
-        return await run
-
-    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone."""
-        scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
-        if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
-            try:
-                await self._score(output, kwargs, validate=validate)
-            except (OverlongError, RewardError) as error:
-                if self.config.partial_rollout.failures.sample_retries is None:
-                    raise
-                place = f" ({ToldError.of(error.__cause__).place})" if error.__cause__ else ""
-                output = self._masked(output, one_line(error) + place)
-        if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
-            # No mean of a validation counts it (``training/reward_info.py``).
-            output.reward_score = math.nan if validate else 0.0
-        return await super()._agent_loop_postprocess(output, validate, **kwargs)
-
-    def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
-        """``output``, cut to what a batch holds, and not trained."""
-        rollout = self.rollout_config
-        output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
-        output.response_ids = output.response_ids[: rollout.response_length]
-        output.response_mask = [0] * len(output.response_ids)
-        if output.response_logprobs is not None:
-            output.response_logprobs = output.response_logprobs[: rollout.response_length]
-        output.extra_fields[REWARD_INFO] = {"sample_error": error}
-        return output
-
-    async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
-        """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
-
-        Raises:
-            OverlongError: it does not fit a batch.
-            RewardError: there is no score that can be trained.
-        """
-        rollout = self.rollout_config
-        sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
-        if excess := excess_of(*sizes):
-            raise OverlongError(f"agent loop {_AGENT_LOOP.get()} returned {excess}")
-        if "raw_prompt" in kwargs:
-            # As verl's does: reward functions may read it.
-            output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
-        limits, by_loop = self.config.partial_rollout.failures, output.reward_score is not None
-        for times in itertools.count(1):
-            try:
-                await self._compute_score([output], kwargs)
-                # Without a score here one comes later, of a colocated reward model.
-                if output.reward_score is not None or self.reward_loop_worker_handles is not None:
-                    self._check_score(output, kwargs.get("uid"), validate)
-                return
-            except RewardError as error:
-                error.times = times
-                if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
-                    raise
-                logger.warning("%s; scored again", error)
-                if (sample := LIVE_SAMPLE.get()) is not None:
-                    sample.keeper.outbox.note_error(error)
-            output.reward_score = None
-            await asyncio.sleep(retry_delay_s(times))
-
-    def _check_score(self, output: AgentLoopOutput, prompt: Any, validate: bool) -> None:
-        """Refuse a score that cannot be trained, or that says too little for the algorithm."""
-        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
-        output.reward_score = checked(score, prompt, info, () if validate else self._parts)
-        # Groups of a validation are not filtered.
-        if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
-            raise RewardError(f"reward of prompt {prompt}: {lacks}")
-
-    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
-        if outputs and outputs[-1].reward_score is not None:
-            return
-        deadline_s = self.config.partial_rollout.deadlines.reward_s
-        async with self._rewards:
-            # The deadline of a call starts when it has its place.
-            await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
-
-    def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
-        """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
-        if any(each.response_logprobs is None for each in inputs):
-            # verl takes those of all, or of none.
-            for each in inputs:
-                each.response_logprobs = None
-        infos = np.empty(len(inputs), dtype=object)
-        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
-        data = super()._postprocess(inputs, *args, **kwargs)
-        data.non_tensor_batch[REWARD_INFO] = infos
-        return data
-
-    def _sampling_params(self) -> dict[str, Any]:
-        config = self.rollout_config
-        return {
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": config.calculate_log_probs,
-        }
-
-    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
@@ -428,3 +178,118 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output, self.vocabulary)
+
+
+# -- tokens and the calls that made them --------------------------------------------------------------------------------
+
+
+def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) -> SampleOutput:
+    """``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
+
+    Args:
+        vocabulary: token ids that the model can read.
+
+    Raises:
+        RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's; or the
+            trainer could not read them.
+    """
+    tokens = {*output.prompt_ids, *output.response_ids}
+    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise _refusal(sample, f"token {unknown[0]}, and the model knows those from 0 to {vocabulary - 1}")
+    if odd := {*output.response_mask} - {0, 1}:
+        raise _refusal(sample, f"a mask with {odd.pop()}, which is neither 0 nor 1")
+    prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
+    response_ids = np.asarray(output.response_ids, dtype=np.int32)
+    mask = np.asarray(output.response_mask, dtype=np.int8)
+    if mask.shape != response_ids.shape:
+        raise _refusal(sample, f"{len(response_ids)} tokens with a mask of {len(mask)}")
+    given = None
+    if output.response_logprobs is not None:
+        given = np.asarray(output.response_logprobs, dtype=np.float32)
+        if given.shape != response_ids.shape:
+            raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
+    versions, log_probs = _align(sample, prompt_ids, response_ids, mask.astype(bool), given)
+    extra = dict(output.extra_fields)
+    counts = {
+        "calls_replayed": sample.calls_replayed,
+        "calls_asked": sample.calls_asked,
+        "untrained_tokens": sample.decoded - int(mask.sum()),
+    }
+    return SampleOutput(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        response_mask=mask,
+        log_probs=log_probs,
+        versions=versions,
+        segments=len(sample.segments),
+        reward_score=plain(output.reward_score),
+        reward_extra_info={key: plain(value) for key, value in (extra.pop("reward_extra_info", None) or {}).items()},
+        num_turns=output.num_turns,
+        metrics={**output.metrics.model_dump(), **counts},
+        extra_fields=extra,
+    )
+
+
+def _align(
+    sample: LiveSample,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    generated: np.ndarray,
+    given: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 for tokens not generated.
+
+    Where several calls made a token in its place, the log-probs that the loop has ``given`` [R] decide, then the longer
+    prompt, then the order of calls.
+    """
+    versions = np.full(len(response_ids), -1, np.int32)
+    log_probs = np.zeros(len(response_ids), np.float32)
+    made, known = np.zeros((2, len(response_ids)), bool)
+    for turn, start, length in _in_place(sample.turns, prompt_ids, response_ids):
+        place, engines = slice(start, start + length), turn.log_probs[:length]
+        fits = generated[place] if given is None else generated[place] & (given[place] == engines)
+        versions[place][fits], log_probs[place][fits] = turn.versions[:length][fits], engines[fits]
+        made[place] = True
+        known[place] |= fits
+    if (unmade := generated & ~made).any():
+        raise _refusal(sample, _whose(sample.turns, response_ids, unmade))
+    if not known[generated].all():
+        raise _refusal(sample, "log-probs that are not the engine's")
+    return versions, log_probs
+
+
+def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarray) -> Iterator[tuple[Turn, int, int]]:
+    """Turns that answered what the sequence has before them: where in the response they start, and how many of their
+    first tokens stand there. Shorter prompts first; of equal ones the call that began last."""
+    whole, read, context = np.concatenate([prompt_ids, response_ids]), 0, context_hash()
+    for turn in sorted(turns, key=lambda turn: (turn.start, -turn.number)):
+        if turn.given_up or not len(prompt_ids) <= turn.start < len(whole):
+            continue
+        context.update(whole[read : turn.start].tobytes())
+        read = turn.start
+        if context.digest() != turn.context:
+            continue
+        here = whole[turn.start : turn.start + len(turn)]
+        same = turn.token_ids[: len(here)] == here
+        yield turn, turn.start - len(prompt_ids), len(here) if same.all() else int(same.argmin())
+
+
+def _whose(turns: list[Turn], response_ids: np.ndarray, unmade: np.ndarray) -> str:
+    """What is wrong with the first of the generated tokens that no call ``made`` in its place."""
+    first = int(unmade.argmax())
+    last = first + int(np.append(unmade[first:], False).argmin())
+    tokens = response_ids[first:last].tolist()
+    for turn in turns:
+        if len(turn) and tokens[: len(turn)] == turn.token_ids[: len(tokens)].tolist():
+            return (
+                f"{len(tokens)} tokens that engine call {turn.number} made after another context (of {turn.start} tokens) "
+                f"than they stand in: a loop may not rewrite, cut or summarise the context that is trained"
+            )
+    return f"{int(unmade.sum())} tokens as generated that no engine call made"
+
+
+def _refusal(sample: LiveSample, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"sample {sample.id}: its agent loop returned {what}; partial rollout needs agent loops that pass the engine's "
+        f"tokens and log-probs through unchanged, or drop the end of a turn"
+    )

@@ -1,31 +1,41 @@
-"""Generation in segments: the client between verl's agent loops and the vLLM replicas.
+"""Generation in segments: PR's client between verl's agent loops and the vLLM replicas.
 
-``ObservedLLMClient`` is verl's client and notes every engine call; noPR uses it. ``PartialRolloutLLMClient`` turns an
-aborted call into a cached segment and continues once the manager grants the sample a slot again. The agent loop above
-does not notice, so tools are not called twice and conversation state stays in place. A call that was held while the
-weights changed becomes a segment for each version.
+``PartialRolloutLLMClient`` turns an aborted call into a cached segment and continues once the manager grants the sample a
+slot again. The agent loop above does not notice, so tools are not called twice and conversation state stays in place. A
+call that was held while the weights changed becomes a segment for each version.
 
 A context variable names the training sample; without one (validation) a call is verl's own.
+
+A resumed call gets its earlier tokens as prompt, which vLLM does not count, so sampling parameters are adapted:
+
+==============================  ======================================================================================
+``max_tokens``, ``min_tokens``  reduced by the tokens already made
+``stop``                        searched for in the text of the whole turn (``StopStrings``)
+``seed``                        replaced by one derived from it and the number of tokens made: the engine's generator
+                                restarts with every call and would draw the noise of the turn's first tokens again
+``_REFUSED``                    refused: vLLM applies these to one call's output and cannot be told of earlier calls
+everything else                 unchanged: it looks at one step, or at prompt and output alike (``repetition_penalty``)
+==============================  ======================================================================================
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import zlib
-from contextvars import ContextVar
-from typing import Any, Self
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from ray.exceptions import RayActorError
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.waits import ReplicaError, answer_of, means_death, one_line
+from recipe.partial_rollout.waits import ReplicaError, means_death
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
     LiveSample,
@@ -37,113 +47,20 @@ from recipe.partial_rollout.worker.live_sample import (
     context_hash,
     digest_of,
 )
-from recipe.partial_rollout.worker.resumption import StopStrings, check_sampling, sampling_of_call
+from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLMClient, version_of
 
-ABORTED = ("aborted", "abort")
 _MARKS = "version_marks"
-_ID_DIGITS = 12
-"""of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
 _MOVE_ABOVE = 1.25
 """a resumed sample moves if its own replica has more than this many times the running samples of the emptiest"""
-
-
-_REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
-"""in which the running call notes where it goes"""
-
-
-def _version(output: TokenOutput) -> int:
-    """Policy version that made the last token of ``output``; -1 if the replica did not say."""
-    version = output.extra_fields.get("global_steps")
-    return -1 if version is None else int(version)
-
-
-class ObservedLLMClient(LLMServerClient):
-    """verl's client; remembers what each engine call cost."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._calls: list[EngineCall] = []
-
-    @classmethod
-    def over(cls, client: LLMServerClient) -> Self:
-        """The same connection as ``client``."""
-        return cls(config=client.config, load_balancer_handle=client._load_balancer)
-
-    def take_calls(self) -> list[EngineCall]:
-        """Calls that ended since this was last called."""
-        calls, self._calls = self._calls, []
-        return calls
-
-    async def _acquire_server(self, request_id: str, **extra: Any):
-        server_id, handle = await self._choose_server(request_id, **extra)
-        if (request := _REQUEST.get()) is not None:
-            request.address, request.server = server_id, handle
-        return server_id, handle
-
-    async def _choose_server(self, request_id: str, **extra: Any):
-        return await super()._acquire_server(request_id, **extra)
-
-    async def generate(  # type: ignore[override]
-        self,
-        request_id: str,
-        *,
-        request: Request | None = None,
-        resumed_tokens: int = 0,
-        begins: bool = False,
-        waited_s: float = 0.0,
-        **kwargs: Any,
-    ) -> TokenOutput:
-        """``LLMServerClient.generate``, noted.
-
-        Args:
-            request: where to note where it goes.
-            resumed_tokens: of the prompt, those that an engine has read or made before.
-            begins: whether it begins a turn.
-            waited_s: see ``EngineCall``.
-
-        Raises:
-            ReplicaError: the replica died or refused the request; the message names it.
-        """
-        params = kwargs.get("sampling_params", {})
-        if not params.get("stop"):
-            # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
-            kwargs["sampling_params"] = {"detokenize": False, **params}
-        sample, request, start = LIVE_SAMPLE.get(), request or Request(), time.time()
-        output = await self._asked(request_id, request, kwargs)
-        # A call that was aborted in the engine's queue prefilled nothing.
-        prefilled = resumed_tokens if output.token_ids else 0
-        self._calls.append(
-            EngineCall(
-                replica=request.address,
-                start=start,
-                end=time.time(),
-                tokens=len(output.token_ids),
-                version=_version(output),
-                resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
-                context_tokens=len(kwargs.get("prompt_ids", ())),
-                queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
-                # A sample of noPR has no other name than the request id that verl keeps for all its turns.
-                sample=request_id[:_ID_DIGITS] if sample is None else sample.id,
-                interrupted=output.stop_reason in ABORTED,
-                earlier_tokens=prefilled if begins else 0,
-                waited_s=round(waited_s, 3),
-            )
-        )
-        return output
-
-    async def _asked(self, request_id: str, request: Request, kwargs: dict[str, Any]) -> TokenOutput:
-        """verl's answer."""
-        token, verls = _REQUEST.set(request), super().generate
-        try:
-            # A call that is made again goes to vLLM under an id of its own.
-            return await answer_of(lambda: verls(request_id=request_id, **kwargs))
-        except Exception as error:
-            name = request.address or "(none acquired)"
-            raise ReplicaError(
-                f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
-            ) from error
-        finally:
-            _REQUEST.reset(token)
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "bad_words": (None, []),
+    "thinking_token_budget": (None,),
+    "structured_outputs": (None,),
+    "repetition_detection": (None,),
+}
+"""parameters that depend on a call's own output, with the values that switch each off"""
 
 
 class SampleClient(OneOfASample):
@@ -246,7 +163,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def _vllm_request_id(self, request_id: str) -> str:
-        sample, request = LIVE_SAMPLE.get(), _REQUEST.get()
+        sample, request = LIVE_SAMPLE.get(), REQUEST.get()
         if sample is None:
             return super()._vllm_request_id(request_id)
         made = request_id_of(sample.group, sample.first_version)
@@ -285,7 +202,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
         Raises:
             RuntimeError: the engine returned tokens without one log-prob each.
-            SamplingError: a sampling parameter would not survive an interruption (``resumption``).
+            SamplingError: a sampling parameter would not survive an interruption.
         """
         sample = LIVE_SAMPLE.get()
         if sample is None:
@@ -397,7 +314,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             np.asarray(output.token_ids, dtype=np.int32),
             np.asarray(output.log_probs or [], dtype=np.float32),
         )
-        *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), _version(output))
+        *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), version_of(output))
         return [
             *[Segment(token_ids[a:b], made[a:b], version) for a, b, version in earlier],
             Segment(token_ids[last.start :], made[last.start :], last.version, None if interrupted else stop_reason),
@@ -418,3 +335,85 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 "max_global_steps": max(versions),
             },
         )
+
+
+# -- sampling parameters across interruptions ---------------------------------------------------------------------------
+
+
+class SamplingError(ValueError):
+    """A sampling parameter that would not survive an interruption."""
+
+
+def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> None:
+    """Raise ``SamplingError`` for a parameter that vLLM would apply anew after each interruption.
+
+    Args:
+        tokenizer: the worker's, None if it has none; stop strings need it.
+    """
+    if params.get("stop") and tokenizer is None:
+        raise SamplingError(
+            f"sample {sample_id}: its agent loop asks for stop={params['stop']!r}, and its worker has no tokenizer to "
+            f"find stop strings with: use stop_token_ids"
+        )
+    for key, off in _REFUSED.items():
+        if (value := params.get(key)) not in off:
+            raise SamplingError(
+                f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to the tokens of one "
+                f"call and not to those before an interruption: leave it out, or set partial_rollout.enable=False"
+            )
+
+
+def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
+    """Parameters of the call that continues a turn after ``made`` of ``budget`` tokens; ``params`` are the turn's."""
+    params = {**params, "max_tokens": budget - made}
+    if params.get("min_tokens"):
+        params["min_tokens"] = max(0, params["min_tokens"] - made)
+    if made and params.get("seed") not in (None, -1):
+        params["seed"] = _seed_after(params["seed"], made)
+    return params
+
+
+def _seed_after(seed: int, made: int) -> int:
+    """A 31-bit seed that differs from ``seed`` and for each ``made``; the same in every run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {made}".encode(), digest_size=4).digest(), "big") >> 1
+
+
+class StopStrings:
+    """Finds stop strings in a whole turn, with vLLM's own detokenizer and search.
+
+    The engine's detokenizer sees the tokens of one call and misses a stop string that begins before an interruption and
+    ends after it. vLLM returns the token that completes a stop string, whether or not its text has the string
+    (``include_stop_str_in_output``), so there the turn is cut. What a resumed call made after it is dropped.
+
+    Args:
+        tokenizer: the worker's. prompt_ids: of the turn. params: its sampling parameters, with ``stop``.
+        turn: its segments so far.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: list[int], params: dict[str, Any], turn: list[Segment]) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        text_keys = ("stop", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens")
+        request: Any = SimpleNamespace(
+            request_id="stop strings",
+            prompt_token_ids=prompt_ids,
+            prompt_embeds=None,
+            sampling_params=SamplingParams(max_tokens=None, **{key: params[key] for key in text_keys if key in params}),
+        )
+        self._text = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        for segment in turn:
+            self.end(segment)
+
+    def end(self, segment: Segment) -> Segment:
+        """The turn's next ``segment``, cut after the token that completes a stop string, if one does."""
+        for index, token in enumerate(segment.token_ids.tolist()):
+            if self._text.update([token], stop_terminated=False) is not None:
+                kept = slice(index + 1)
+                return replace(
+                    segment,
+                    token_ids=segment.token_ids[kept],
+                    log_probs=segment.log_probs[kept],
+                    stop_reason=segment.stop_reason or "completed",
+                )
+        return segment

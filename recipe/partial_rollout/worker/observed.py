@@ -1,0 +1,383 @@
+"""verl's agent-loop worker and its engine client, with an account of calls and deadlines: noPR's, and PR's validation.
+
+PR's own build on them (``agent_loop_worker``, ``llm_client``). What fails here is run again, and masked in the end: a
+sample whose agent loop fails, that does not fit a batch, or that has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+from hydra.utils import get_class, instantiate
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AgentLoopWorker,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.experimental.reward_loop import RewardLoopWorker
+from verl.protocol import DataProto
+from verl.utils.rollout_trace import rollout_trace_attr
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.partial_rollout.config.settings import FilterSettings
+from recipe.partial_rollout.manager.policies import (
+    FailureVerdict,
+    excess_of,
+    missing,
+    retry_delay_s,
+    verdict_on,
+)
+from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.waits import ReplicaError, ToldError, answer_of, means_death, one_line
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, Request, SampleTimeoutError
+from recipe.partial_rollout.worker.rewards import (
+    REWARD_INFO,
+    RewardError,
+    RewardWorkers,
+    checked,
+    parts_of_reward,
+    reward_of,
+    reward_places,
+)
+
+ABORTED = ("aborted", "abort")
+_ID_DIGITS = 12
+"""of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
+REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+"""in which the running call notes where it goes"""
+_AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
+"""name of the agent loop that runs"""
+
+logger = logging.getLogger(__name__)
+
+
+def version_of(output: TokenOutput) -> int:
+    """Policy version that made the last token of ``output``; -1 if the replica did not say."""
+    version = output.extra_fields.get("global_steps")
+    return -1 if version is None else int(version)
+
+
+class ObservedLLMClient(LLMServerClient):
+    """verl's client; remembers what each engine call cost."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls: list[EngineCall] = []
+
+    @classmethod
+    def over(cls, client: LLMServerClient) -> Self:
+        """The same connection as ``client``."""
+        return cls(config=client.config, load_balancer_handle=client._load_balancer)
+
+    def take_calls(self) -> list[EngineCall]:
+        """Calls that ended since this was last called."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    async def _acquire_server(self, request_id: str, **extra: Any):
+        server_id, handle = await self._choose_server(request_id, **extra)
+        if (request := REQUEST.get()) is not None:
+            request.address, request.server = server_id, handle
+        return server_id, handle
+
+    async def _choose_server(self, request_id: str, **extra: Any):
+        return await super()._acquire_server(request_id, **extra)
+
+    async def generate(  # type: ignore[override]
+        self,
+        request_id: str,
+        *,
+        request: Request | None = None,
+        resumed_tokens: int = 0,
+        begins: bool = False,
+        waited_s: float = 0.0,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """``LLMServerClient.generate``, noted.
+
+        Args:
+            request: where to note where it goes.
+            resumed_tokens: of the prompt, those that an engine has read or made before.
+            begins: whether it begins a turn.
+            waited_s: see ``EngineCall``.
+
+        Raises:
+            ReplicaError: the replica died or refused the request; the message names it.
+        """
+        params = kwargs.get("sampling_params", {})
+        if not params.get("stop"):
+            # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
+            kwargs["sampling_params"] = {"detokenize": False, **params}
+        sample, request, start = LIVE_SAMPLE.get(), request or Request(), time.time()
+        output = await self._asked(request_id, request, kwargs)
+        # A call that was aborted in the engine's queue prefilled nothing.
+        prefilled = resumed_tokens if output.token_ids else 0
+        self._calls.append(
+            EngineCall(
+                replica=request.address,
+                start=start,
+                end=time.time(),
+                tokens=len(output.token_ids),
+                version=version_of(output),
+                resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
+                context_tokens=len(kwargs.get("prompt_ids", ())),
+                queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
+                # A sample of noPR has no other name than the request id that verl keeps for all its turns.
+                sample=request_id[:_ID_DIGITS] if sample is None else sample.id,
+                interrupted=output.stop_reason in ABORTED,
+                earlier_tokens=prefilled if begins else 0,
+                waited_s=round(waited_s, 3),
+            )
+        )
+        return output
+
+    async def _asked(self, request_id: str, request: Request, kwargs: dict[str, Any]) -> TokenOutput:
+        """verl's answer."""
+        token, verls = REQUEST.set(request), super().generate
+        try:
+            # A call that is made again goes to vLLM under an id of its own.
+            return await answer_of(lambda: verls(request_id=request_id, **kwargs))
+        except Exception as error:
+            name = request.address or "(none acquired)"
+            raise ReplicaError(
+                f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
+            ) from error
+        finally:
+            REQUEST.reset(token)
+
+
+class OverlongError(ValueError):
+    """An agent loop returned more than a batch holds."""
+
+
+def _require_one(output: Any) -> None:
+    """Refuse what verl's trainer cannot train."""
+    if not isinstance(output, AgentLoopOutput):
+        what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
+        raise TypeError(f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained")
+
+
+class ObservedAgentLoopWorker(AgentLoopWorker):
+    """verl's worker, with a deadline on the reward function and an account of its engine calls."""
+
+    llm_client: ObservedLLMClient
+    _filter: FilterSettings | None = None
+    """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
+    _parts: tuple[str, ...] = ()
+    """see ``parts_of_reward``"""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.partial_rollout.reward_in_worker:
+            # verl's reward worker in this process, called like an actor handle.
+            local = SimpleNamespace(remote=RewardLoopWorker(self.config).compute_score)
+            self.reward_loop_worker_handles = [SimpleNamespace(compute_score=local)]  # type: ignore[assignment]
+        elif self.reward_loop_worker_handles:
+            self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
+        most = reward_places(self.config)
+        self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
+        self._parts = parts_of_reward(self.config)
+
+    def take_calls(self) -> list[EngineCall]:
+        """Engine calls that ended since this was last called."""
+        return self.llm_client.take_calls()
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs,
+    ) -> Any:
+        """As verl's, with ``_loop_client``, and without composing the whole configuration again for every sample."""
+        _AGENT_LOOP.set(agent_name)
+        registered = _agent_loop_registry.get(agent_name)
+        if registered is None:
+            raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
+        make = (
+            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
+        )
+        with rollout_trace_attr(
+            step=trajectory["step"],
+            sample_index=trajectory["sample_index"],
+            rollout_n=trajectory["rollout_n"],
+            validate=trajectory["validate"],
+            name="agent_loop",
+            trace=trace,
+        ):
+            output = await self._tried(make, sampling_params, trajectory, kwargs)
+            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    async def _tried(
+        self,
+        make: Callable[..., Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        kwargs: dict[str, Any],
+    ) -> AgentLoopOutput:
+        """What the agent loop returns: under noPR and in validation run again if it fails, and masked in the end.
+
+        Of a training sample of PR the manager decides. A replica that fails ends the run, and so does a deadline.
+        """
+        for times in itertools.count(1):
+            try:
+                client = self._loop_client(trajectory)
+                agent_loop = make(
+                    trainer_config=DictConfigWrap(config=self.config),
+                    server_manager=client,
+                    tokenizer=self.tokenizer,
+                    processor=self.processor,
+                    hf_model_type=self.hf_model_type,
+                    dataset_cls=self.dataset_cls,
+                    data_config=DictConfigWrap(self.config.data),
+                    tools=ToolListWrap(self._loop_tools()),
+                )
+                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client)
+                _require_one(output)
+                return output
+            except (Exception, asyncio.CancelledError) as error:
+                verdict = verdict_on(times, self.config.partial_rollout.failures)
+                ended = asyncio.current_task().cancelling() or LIVE_SAMPLE.get()  # type: ignore[union-attr]
+                if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
+                    raise
+                told = ToldError.of(error)
+                said = f"{told.line} ({told.place})"
+                logger.warning("an agent loop failed: %s (verdict: %s)", said, verdict)
+                if verdict is FailureVerdict.MASK:
+                    log_probs = [0.0] if self.rollout_config.calculate_log_probs else None
+                    nothing = AgentLoopOutput(
+                        prompt_ids=[0], response_ids=[0], response_mask=[0], response_logprobs=log_probs,
+                        metrics=AgentLoopMetrics(),
+                    )  # fmt: skip
+                    return self._masked(nothing, said)
+            await asyncio.sleep(retry_delay_s(times))
+        raise AssertionError("the last verdict is to mask")
+
+    def _loop_client(self, trajectory: dict[str, Any]) -> Any:
+        """What the agent loop that is about to run generates with."""
+        return self.llm_client
+
+    def _loop_tools(self) -> list[Any]:
+        """The tools that it calls."""
+        return self.tools
+
+    async def _output(self, run: Awaitable[Any], client: Any) -> Any:
+        """What it returns."""
+        return await run
+
+    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
+        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone."""
+        scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
+        if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
+            try:
+                await self._score(output, kwargs, validate=validate)
+            except (OverlongError, RewardError) as error:
+                if self.config.partial_rollout.failures.sample_retries is None:
+                    raise
+                place = f" ({ToldError.of(error.__cause__).place})" if error.__cause__ else ""
+                output = self._masked(output, one_line(error) + place)
+        if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
+            # No mean of a validation counts it (``training/reward_info.py``).
+            output.reward_score = math.nan if validate else 0.0
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
+        """``output``, cut to what a batch holds, and not trained."""
+        rollout = self.rollout_config
+        output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
+        output.response_ids = output.response_ids[: rollout.response_length]
+        output.response_mask = [0] * len(output.response_ids)
+        if output.response_logprobs is not None:
+            output.response_logprobs = output.response_logprobs[: rollout.response_length]
+        output.extra_fields[REWARD_INFO] = {"sample_error": error}
+        return output
+
+    async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
+        """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
+
+        Raises:
+            OverlongError: it does not fit a batch.
+            RewardError: there is no score that can be trained.
+        """
+        rollout = self.rollout_config
+        sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
+        if excess := excess_of(*sizes):
+            raise OverlongError(f"agent loop {_AGENT_LOOP.get()} returned {excess}")
+        if "raw_prompt" in kwargs:
+            # As verl's does: reward functions may read it.
+            output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
+        limits, by_loop = self.config.partial_rollout.failures, output.reward_score is not None
+        for times in itertools.count(1):
+            try:
+                await self._compute_score([output], kwargs)
+                # Without a score here one comes later, of a colocated reward model.
+                if output.reward_score is not None or self.reward_loop_worker_handles is not None:
+                    self._check_score(output, kwargs.get("uid"), validate)
+                return
+            except RewardError as error:
+                error.times = times
+                if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
+                    raise
+                logger.warning("%s; scored again", error)
+                if (sample := LIVE_SAMPLE.get()) is not None:
+                    sample.keeper.outbox.note_error(error)
+            output.reward_score = None
+            await asyncio.sleep(retry_delay_s(times))
+
+    def _check_score(self, output: AgentLoopOutput, prompt: Any, validate: bool) -> None:
+        """Refuse a score that cannot be trained, or that says too little for the algorithm."""
+        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
+        output.reward_score = checked(score, prompt, info, () if validate else self._parts)
+        # Groups of a validation are not filtered.
+        if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
+            raise RewardError(f"reward of prompt {prompt}: {lacks}")
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        if outputs and outputs[-1].reward_score is not None:
+            return
+        deadline_s = self.config.partial_rollout.deadlines.reward_s
+        async with self._rewards:
+            # The deadline of a call starts when it has its place.
+            await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
+
+    def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
+        """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
+        if any(each.response_logprobs is None for each in inputs):
+            # verl takes those of all, or of none.
+            for each in inputs:
+                each.response_logprobs = None
+        infos = np.empty(len(inputs), dtype=object)
+        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
+        data = super()._postprocess(inputs, *args, **kwargs)
+        data.non_tensor_batch[REWARD_INFO] = infos
+        return data
+
+    def _sampling_params(self) -> dict[str, Any]:
+        config = self.rollout_config
+        return {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+
+    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
