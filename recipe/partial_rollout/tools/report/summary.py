@@ -33,8 +33,9 @@ PHASES = {
     "save_checkpoint": ("checkpoint", "Saving a checkpoint."),
     "other": ("other", "What no timer above covers."),
     "testing": ("validation (outside the step)", "Validation; its time is no part of the step."),
+    "step": ("step", "All of a step but validation; the sum of the phases above."),
 }
-"""By verl's timer: label, and what it is. A step is the sum of all but the last, which runs after its timer has stopped."""
+"""By verl's timer: label, and what it is. Validation runs after the step's timer has stopped."""
 
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """Both arms log it."""
@@ -367,9 +368,9 @@ def _validation(run: RunRecord) -> Validation | None:
     return None
 
 
-def _phases(run: RunRecord, step_s: float) -> dict[str, float]:
+def _phases(run: RunRecord) -> dict[str, float]:
     spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
-    spent["other"] = step_s - (sum(spent.values()) - spent["testing"])
+    spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
     return spent
 
 
@@ -379,8 +380,8 @@ def summarize(run: RunRecord) -> Summary:
     lengths = [length for step in run.steps for length in step.lengths]
     decoded = sum(step.round.phase.decoded_tokens for step in run.steps)
     tokens = sum(group.tokens for group in groups)
-    step_s = sum(step.seconds("step") for step in run.steps)
-    gen_s = sum(step.seconds("gen") for step in run.steps)
+    phases_s = _phases(run)
+    step_s, gen_s = phases_s["step"], phases_s["gen"]
     separate = run.settings.separate
     rollout_s = None if separate else gen_s
     waits, idle, held = lane_shares(run)
@@ -390,8 +391,8 @@ def summarize(run: RunRecord) -> Summary:
         rollout_s=rollout_s,
         train_s=step_s - gen_s,
         step_s=step_s,
-        phases_s=_phases(run, step_s),
-        total_s=step_s + sum(step.seconds("testing") for step in run.steps),
+        phases_s=phases_s,
+        total_s=step_s + phases_s["testing"],
         validation=_validation(run),
         steps=len(run.steps),
         trained_groups=len(groups),

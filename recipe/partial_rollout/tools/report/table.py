@@ -1,6 +1,6 @@
 """The report as text: markdown for the file, aligned columns for the console."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from recipe.partial_rollout.records.run_log import Arm, RunSettings
@@ -148,58 +148,44 @@ def _validations(comparison: Comparison) -> Table:
     return Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)
 
 
+def _row(label: str, cells: Iterable[Sequence[str]], against: Iterable[str]) -> list[str]:
+    """A label, the base's cells, and those of each other run with its ratio to the base."""
+    base, *others = cells
+    return [label, *base, *(cell for mine, ratio in zip(others, against, strict=True) for cell in (*mine, ratio))]
+
+
 def _header(comparison: Comparison, *after_value: str) -> list[str]:
-    """A column for the base, then for each other run its value and its ratio to the base."""
-    base, names = comparison.base.name, [contrast.side.name for contrast in comparison.others]
-    return ["", base, *after_value, *(cell for name in names for cell in (name, *after_value, f"{name} / {base}"))]
+    names = [side.name for side in comparison.sides]
+    return _row("", [(name, *after_value) for name in names], [f"{name} / {names[0]}" for name in names[1:]])
 
 
 def _figures(comparison: Comparison) -> Table:
-    shown = {
-        name: row
-        for name, row in ROWS.items()
-        if row.always or any(getattr(side.summary, name) is not None for side in comparison.sides)
-    }
-    rows = []
-    for name, row in shown.items():
-        cells = [row.label, row.words(getattr(comparison.base.summary, name))]
-        for contrast in comparison.others:
-            against = units.decimal(contrast.ratios[name]) if row.compared else ""
-            cells += [row.words(getattr(contrast.side.summary, name)), against]
-        rows.append(cells)
-    return Table("Figures", _header(comparison), rows, [row.means for row in shown.values()])
+    rows, notes = [], []
+    for name, row in ROWS.items():
+        values = [getattr(side.summary, name) for side in comparison.sides]
+        if row.always or any(value is not None for value in values):
+            ratios = [units.decimal(each.ratios[name]) if row.compared else "" for each in comparison.others]
+            rows.append(_row(row.label, [[row.words(value)] for value in values], ratios))
+            notes.append(row.means)
+    return Table("Figures", _header(comparison), rows, notes)
 
 
 def _phases(comparison: Comparison) -> Table:
-    base = comparison.base
     rows, notes = [], []
     for name, (label, means) in PHASES.items():
-        spent = base.summary.phases_s[name]
-        if not any(side.summary.phases_s[name] for side in comparison.sides):
-            continue
-        if name == "gen" and comparison.separate:
-            label += " (separate: wait)"
-        row = [label, *_share_of_step(name, base)]
-        for contrast in comparison.others:
-            mine = contrast.side.summary.phases_s[name]
-            row += [*_share_of_step(name, contrast.side), units.decimal(ratio(mine, spent))]
-        rows.append(row)
-        notes.append(means)
-    total = ["step", units.seconds(base.summary.step_s), ""]
-    for contrast in comparison.others:
-        mine = contrast.side.summary.step_s
-        total += [units.seconds(mine), "", units.decimal(ratio(mine, base.summary.step_s))]
-    return Table(
-        "Time per phase, whole run",
-        _header(comparison, "of step"),
-        [*rows, total],
-        [*notes, "All of a step but validation; the sum of the phases above."],
-    )
+        base, *others = (side.summary.phases_s[name] for side in comparison.sides)
+        if any((base, *others)):
+            waits = " (separate: wait)" if name == "gen" and comparison.separate else ""
+            cells = [_share_of_step(name, side) for side in comparison.sides]
+            rows.append(_row(label + waits, cells, [units.decimal(ratio(each, base)) for each in others]))
+            notes.append(means)
+    return Table("Time per phase, whole run", _header(comparison, "of step"), rows, notes)
 
 
 def _share_of_step(name: str, side: Side) -> tuple[str, str]:
-    inside, seconds = name != "testing", side.summary.phases_s[name]
-    return units.seconds(seconds), units.share(ratio(seconds, side.summary.step_s)) if inside else ""
+    seconds = side.summary.phases_s[name]
+    part = name not in ("testing", "step")
+    return units.seconds(seconds), units.share(ratio(seconds, side.summary.step_s)) if part else ""
 
 
 def _settings(comparison: Comparison) -> Table:

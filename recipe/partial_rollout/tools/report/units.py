@@ -1,14 +1,33 @@
 """Figures formatted for reading; `-` if one is unknown."""
 
+from collections.abc import Callable
+from typing import Any
+
 from recipe.partial_rollout.records.figures import Spread
 
 UNKNOWN = "-"
 
 
-def seconds(value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
+def _known(words: Callable[[Any], str]) -> Callable[[Any], str]:
+    """`words` of a figure, which may be None."""
+    return lambda value: UNKNOWN if value is None else words(value)
+
+
+share = _known("{:.1%}".format)
+count = _known("{:,.0f}".format)
+decimal = _known("{:.2f}".format)
+precise = _known("{:.3f}".format)
+
+
+@_known
+def seconds(value: float) -> str:
     return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.1f} s" if abs(value) >= 1 else f"{value * 1000:.0f} ms"
+
+
+kilo_seconds = _known(lambda value: seconds(1000 * value))
+"""Of a thousand, from the seconds of one."""
+pair = _known(lambda value: " / ".join(map(count, value)))
+shares = _known(lambda value: " / ".join(map(share, value)))
 
 
 def hours(value: float) -> str:
@@ -17,38 +36,11 @@ def hours(value: float) -> str:
     return f"{hours}:{minutes:02}"
 
 
-def kilo_seconds(value: float | None) -> str:
-    """Of a thousand, from the seconds of one."""
-    return seconds(None if value is None else 1000 * value)
+@_known
+def spread(value: Spread) -> str:
+    return f"{value.mean:.2f} / {value.p95:.0f} / {value.max:.0f}"
 
 
-def share(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.1%}"
-
-
-def count(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:,.0f}"
-
-
-def decimal(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2f}"
-
-
-def precise(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
-
-
-def pair(value: tuple[float | None, ...] | None) -> str:
-    return " / ".join(map(count, value)) if value else UNKNOWN
-
-
-def shares(value: tuple[float | None, ...] | None) -> str:
-    return " / ".join(map(share, value)) if value else UNKNOWN
-
-
-def spread(value: Spread | None) -> str:
-    return f"{value.mean:.2f} / {value.p95:.0f} / {value.max:.0f}" if value else UNKNOWN
-
-
-def spread_s(value: Spread | None) -> str:
-    return " / ".join(map(seconds, (value.mean, value.p95, value.max))) if value else UNKNOWN
+@_known
+def spread_s(value: Spread) -> str:
+    return " / ".join(map(seconds, (value.mean, value.p95, value.max)))
