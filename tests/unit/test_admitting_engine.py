@@ -6,6 +6,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -18,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=5)
 class Queue:
     """A request's outputs: a text, or what the engine raises; waits when there is none."""
 
-    decodes, metrics = True, None
+    decodes, metrics, log_probs = True, None, None
 
     def __init__(self, request_id, outputs):
         self.request_id, self.outputs, self.closed = f"{request_id}-internal", list(outputs), False
@@ -32,7 +33,7 @@ class Queue:
         output = self.outputs.pop(0)
         if isinstance(output, Exception):
             raise output
-        answers = [SimpleNamespace(token_ids=[5] if self.decodes else [])]
+        answers = [SimpleNamespace(token_ids=[5] if self.decodes else [], logprobs=self.log_probs)]
         return SimpleNamespace(text=output, finished=output == "last", outputs=answers, metrics=self.metrics)
 
     def close(self):
@@ -78,6 +79,18 @@ def test_request_is_admitted_before_its_first_output_and_its_callers_parameters_
     assert used.flat_logprobs == (sent == "FINAL_ONLY")
     assert params.output_kind is RequestOutputKind[asked]
     assert engine.aborted == [] and engine.queues[0].closed
+
+
+async def test_verls_server_reads_the_sampled_tokens_log_probs_of_an_output_without_an_object_a_token(monkeypatch):
+    flat = FlatLogprobs()
+    for token in (4, 6):
+        flat.append_fast([token, 9], [-0.1 * token, -3.0], iter([2, 1]), [None, None])
+    monkeypatch.setattr(Queue, "log_probs", flat)
+    monkeypatch.setattr(FlatLogprobs, "__getitem__", None)
+    *_, last = [output async for output in generate(Engine("last"))]
+    # As ``vLLMHttpServer.generate`` reads it.
+    read_by_verl = [each[[4, 6][i]].logprob for i, each in enumerate(last.outputs[0].logprobs)]
+    assert read_by_verl == pytest.approx([-0.4, -0.6])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """Where a step's proximal log-probs come from, and which figures of a step without the pass are left out."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import UpdateOrder, WeightLevel, weight_level
 from recipe.partial_rollout.training.proximal import ProximalPolicy, needs_pass
+from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from tests.unit.shared import settings_of
 
 CORRECTION = {
@@ -61,12 +66,18 @@ def test_loss_learns_how_to_weigh_and_what_to_check():
         assert not recomputed.meta_info[loss.ORDER].from_update
 
 
-def test_stand_in_has_the_behaviour_log_probs_and_is_no_view_of_them():
-    batch = build_batch()
-    stand_in = build().stand_in(batch)
-    assert torch.equal(stand_in.batch["old_log_probs"], batch.batch["rollout_log_probs"])
-    stand_in.batch["old_log_probs"].zero_()
-    assert batch.batch["rollout_log_probs"][0, 0] == -1.0
+def test_verls_driver_compares_a_stand_in_with_nothing_and_the_update_has_both(monkeypatch):
+    monkeypatch.setattr(RayPPOTrainer, "_update_actor", lambda self, batch: batch.batch)
+    trainer, batch = object.__new__(PartialRolloutRayPPOTrainer), build_batch()
+    vars(trainer).update(
+        proximal=build(), global_steps=2, session=SimpleNamespace(settings=settings_of()), _complete_step=Mock()
+    )
+    batch = batch.union(trainer._compute_old_log_prob(batch)[0])
+    # This is what verl's ``fit`` asks before it compares the two.
+    assert "rollout_log_probs" not in batch.batch
+    updated = trainer._update_actor(batch)
+    for key in ("old_log_probs", "rollout_log_probs"):
+        assert updated[key].tolist() == [[-1.0, -2.0]]
 
 
 def test_figures_of_the_stand_in_give_way_to_the_losses_own():

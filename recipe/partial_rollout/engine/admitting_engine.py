@@ -14,10 +14,11 @@ its core sends tokens in pieces (``verl_ext.piecewise_scheduler``).
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -99,6 +100,7 @@ class AdmittingEngine:
                 ended = output.finished
                 if ended:
                     self._queued_s[request_id] = _queued_s(output, began)
+                    _thin(output)
                 yield output
         except EngineDeadError:
             ended = True
@@ -121,6 +123,33 @@ def _last_only(params: SamplingParams) -> SamplingParams:
         params = copy(params)
         params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
     return params
+
+
+class _Sampled:
+    """As verl's server reads a token's log-probs: ``log_probs[token].logprob``."""
+
+    __slots__ = ("logprob",)
+
+    def __getitem__(self, token: int) -> Self:
+        return self
+
+
+def _sampled(log_probs: FlatLogprobs) -> Iterator[_Sampled]:
+    """The first log-prob of each token, which is the sampled token's."""
+    each = _Sampled()
+    for start in log_probs.start_indices:
+        each.logprob = log_probs.logprobs[start]
+        yield each
+
+
+def _thin(output: RequestOutput) -> None:
+    """Let flat log-probs be read once, and of the sampled tokens alone: vLLM makes a dictionary and an object a token.
+
+    An interruption waits while the server's one thread does so for every token of every request.
+    """
+    for answer in output.outputs:
+        if isinstance(answer.logprobs, FlatLogprobs):
+            answer.logprobs = _sampled(answer.logprobs)  # type: ignore[assignment]
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:

@@ -56,6 +56,8 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.settings.enable:
             self.proximal.instruct(batch.meta_info, self.global_steps)
+            if "rollout_log_probs" not in batch.batch:
+                batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
         output = super()._update_actor(batch)
         self._complete_step()
         return output
