@@ -6,9 +6,13 @@ They may go when verl knows ``rollout_is=geometric``, and when its effective sam
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 GEOMETRIC = "geometric"
+_alone = ContextVar("alone", default=False)
 _TINY = 1e-12
 """stands in for a weight of 0 in the metrics of a batch that has no other"""
 
@@ -36,6 +40,16 @@ def know_geometric(module: Any) -> None:
     module.compute_rollout_correction_weights = compute_rollout_correction_weights
 
 
+@contextmanager
+def weights_alone() -> Iterator[None]:
+    """verl's weights without its twenty statistics of them, which fail where no token is generated, as in a micro-batch."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
 def survive_masks(module: Any) -> None:
     """Let the effective sample size of a batch without weights be 0.
 
@@ -46,6 +60,8 @@ def survive_masks(module: Any) -> None:
 
     @functools.wraps(original)
     def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> Any:
+        if _alone.get():
+            return {}
         if rollout_is_weights.any():
             return original(rollout_is_weights, *args, **kwargs)
         metrics = original(rollout_is_weights + _TINY, *args, **kwargs)

@@ -44,6 +44,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
 from recipe.partial_rollout.engine.hold import newest_of_older
+from verl_ext.behaviour_weights import weights_alone
 
 DECOUPLED_PPO = "decoupled_ppo"
 
@@ -245,25 +246,16 @@ def _weighted(
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
     if order.level is not None:
-        weights = _behaviour_weights(log_ratio, padded["response_mask"], order.level, order.threshold)
+        with weights_alone():
+            weights, _ = compute_rollout_correction_weights(
+                log_ratio, padded["response_mask"], rollout_is=order.level, rollout_is_threshold=order.threshold
+            )
     if order.check:
         return weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
     reported = {"rollout_corr/kl": -log_ratio, "rollout_corr/k3_kl": log_ratio.exp() - log_ratio - 1}
     if weights is not None:
         reported |= {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
     return weights, reported
-
-
-def _behaviour_weights(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold: Any) -> torch.Tensor:
-    """[B, R], verl's weights for ``log pi_prox - log pi_behav`` of a micro-batch.
-
-    verl's function also computes statistics, which fail where no token is generated or every weight is masked, as may be
-    in a micro-batch: one on-policy row is put under the others and taken off again.
-    """
-    rows = torch.cat([log_ratio, torch.zeros_like(log_ratio[:1])])
-    masks = torch.cat([mask, torch.ones_like(mask[:1])])
-    weights, _ = compute_rollout_correction_weights(rows, masks, rollout_is=level, rollout_is_threshold=threshold)
-    return weights[:-1]
 
 
 def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mode: str) -> Metric:
