@@ -73,7 +73,7 @@ class UpdateOrder:
     """whether verl has recomputed ``old_log_probs`` all the same, and logs what it derives from them"""
     level: str | None = None
     """``rollout_correction.rollout_is``; None for no weights"""
-    threshold: str | float | None = None
+    threshold: Any = None
     """``rollout_correction.rollout_is_threshold``"""
 
 
