@@ -30,6 +30,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
     OVERLONG,
+    PartialRolloutConfig,
     register_keys,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
@@ -139,12 +140,13 @@ def begin(directory: Path, config: DictConfig) -> TaskRunner:
     """Check what depends on the run's directory and data, and begin the run; what is left needs Ray."""
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
     from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
+    from recipe.partial_rollout.rollout.session import RunSession
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
-    from recipe.partial_rollout.training.trainer_run import session_of
 
     check_ray_address(config)
     checkpoints = check_checkpoints(config)
-    session = session_of(config, checkpoints)
+    settings = PartialRolloutConfig.from_config(config)
+    session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
     runner = TaskRunner(config, session)
     check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
     check_prompts(config, runner.tokenizer, runner.train_dataset)

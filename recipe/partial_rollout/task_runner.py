@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,11 +10,10 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
 from ray.util import list_named_actors
-from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
-from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.import_utils import load_class_from_fqn
 
@@ -26,6 +23,7 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import MasterPortWorkerGroup
 from recipe.partial_rollout.waits import one_line
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
@@ -91,38 +89,6 @@ def start_ray(config: DictConfig) -> None:
         options = {name: value for name, value in options.items() if name not in sizes}
     environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
     ray.init(runtime_env=OmegaConf.to_container(environment), **options)
-
-
-_WIDTH = 1000
-"""ports of a range"""
-
-
-def master_port_range(kernels: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
-    """A random range of ports ``[first, end)`` below those that the kernel assigns; all if there is no room below.
-
-    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
-    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE. Ports below are taken only
-    by processes that ask for them by number.
-    """
-    try:
-        end = int(kernels.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        end = 32768  # Linux's default
-    if end < 10_000 + _WIDTH:
-        return [10_000, 65_535]
-    first = random.randrange(10_000, end - _WIDTH + 1)
-    return [first, first + _WIDTH]
-
-
-def with_master_ports(worker_group_class: type) -> type:
-    """``worker_group_class`` (verl's ``RayWorkerGroup``), whose ``master_port_range`` is ``master_port_range()``."""
-
-    class MasterPortWorkerGroup(worker_group_class):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.setdefault("master_port_range", master_port_range())
-            super().__init__(*args, **kwargs)
-
-    return MasterPortWorkerGroup
 
 
 def _remedy(config: DictConfig) -> str:
@@ -191,19 +157,16 @@ class TaskRunner(BaseTaskRunner):
         if config.trainer.use_v1:
             self._train_v1(nodes)
             return
-        _, worker_group_class = self.add_actor_rollout_worker(config)
+        self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_resource_pool(config)
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
         trainer = PartialRolloutRayPPOTrainer(
             config=config,
             tokenizer=self.tokenizer,
             processor=self.processor,
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=with_master_ports(worker_group_class),
+            ray_worker_group_cls=MasterPortWorkerGroup,
             train_dataset=self.train_dataset,
             val_dataset=self.val_dataset,
             collate_fn=collate_fn,
@@ -222,18 +185,12 @@ class TaskRunner(BaseTaskRunner):
         from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
         config = self.config
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
         config.transfer_queue.enable = True
         if {"name": "TransferQueueController", "namespace": "transfer_queue"} in list_named_actors(all_namespaces=True):
             raise fail("trainer.use_v1", True, "False: another run of this Ray cluster has its TransferQueue")
         tq.init(config.transfer_queue)
         try:
-            groups = with_master_ports(RayWorkerGroup)
-            trainer: Any = PartialRolloutPPOTrainer(  # pyright: ignore[reportAbstractUsage]
-                config, worker_group_class=groups, session=self.session, nodes=nodes
-            )
+            trainer: Any = PartialRolloutPPOTrainer(config, session=self.session, nodes=nodes)  # pyright: ignore[reportAbstractUsage]
             trainer.init()
             manager_class: Any = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class)
             manager = manager_class.create(

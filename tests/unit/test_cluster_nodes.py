@@ -6,11 +6,13 @@ import time
 
 import pytest
 from omegaconf import OmegaConf
+from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.partial_rollout import task_runner
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.rollout import cluster_nodes
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, NodeLostError
+from recipe.partial_rollout.training import trainer_run
 from recipe.partial_rollout.waits import one_line
 
 
@@ -121,17 +123,14 @@ def test_ray_that_does_not_answer_is_refused_by_its_key_within_seconds(
         assert time.monotonic() < began + 10
 
 
-def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path):
+def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path, monkeypatch):
     file = tmp_path / "range"
     file.write_text("20000\t60999\n")
-    first, end = task_runner.master_port_range(file)
+    first, end = trainer_run.master_port_range(file)
     assert 10_000 <= first < end <= 20_000
-    assert task_runner.master_port_range(tmp_path / "none")[1] <= 32768
-
-    class Group:
-        def __init__(self, **kwargs):
-            self.ports = kwargs["master_port_range"]
-
-    wrapped = task_runner.with_master_ports(Group)
-    assert wrapped(master_port_range=[1, 2]).ports == [1, 2]
-    assert wrapped().ports[0] >= 10_000
+    assert trainer_run.master_port_range(tmp_path / "none")[1] <= 32768
+    asked = []
+    monkeypatch.setattr(RayWorkerGroup, "__init__", lambda self, master_port_range: asked.append(master_port_range))
+    trainer_run.MasterPortWorkerGroup(master_port_range=[1, 2])
+    trainer_run.MasterPortWorkerGroup()
+    assert asked[0] == [1, 2] and asked[1][0] >= 10_000

@@ -19,16 +19,16 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.rollout.session import TrainingSteps
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.trainer_run import session_of
 
 STEPS = 4
 OVERRIDES = (
@@ -125,7 +125,10 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     main_ppo.wire(config)
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     trainer.config = config
-    trainer.session = session = session_of(config)
+    settings = PartialRolloutConfig.from_config(config)
+    trainer.session = session = RunSession(
+        settings, chosen_checkpoints(config.trainer, critic=False), trains=not config.trainer.get("val_only")
+    )
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
     trainer._phase_started = None

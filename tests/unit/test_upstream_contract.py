@@ -23,7 +23,7 @@ SOURCES = sorted([*(ROOT / "recipe").rglob("*.py"), *(ROOT / "verl_ext").rglob("
 MEASURES = [path for folder in ("bench", "chaos", "studies") for path in (ROOT / "tests" / folder).rglob("*.py")]
 CONTRACT = runpy.run_path(str(Path(__file__).with_name("upstream_contract.py")))["CONTRACT"]
 UPSTREAM = ("verl", "vllm")
-MADE_BY_US = ("TaskRunner",)
+MADE_BY_US = ("TaskRunner", "PartialRolloutRayPPOTrainer", "PartialRolloutPPOTrainer")
 """classes whose constructors verl never calls"""
 
 

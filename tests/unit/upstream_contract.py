@@ -59,7 +59,7 @@ transfer_queue:KVBatchMeta <- rounds trainer
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
         init_resource_pool_mgr
-verl.single_controller.ray.base:RayWorkerGroup <- task_runner
+verl.single_controller.ray.base:RayWorkerGroup <- trainer_run
     calls: __init__(*, master_port_range)
 verl.workers.engine_workers:ActorRolloutRefWorker <- trainer_run weight_transfer
     calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)

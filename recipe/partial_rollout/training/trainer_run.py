@@ -7,19 +7,21 @@ run's session, checkpoints, stops, metrics and the end of each step.
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import verl.utils.tracking as tracking
-from omegaconf import DictConfig
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints, claim_retention
+from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
@@ -37,22 +39,41 @@ from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointMana
 from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.tracking_observer import observed_tracking
 
+_WIDTH = 1000
+"""ports of a range"""
 
-def session_of(config: DictConfig, checkpoints: RunCheckpoints | None = None) -> RunSession:
-    """The run that ``config`` asks for; ``checkpoints`` are its, if they are known already."""
-    return RunSession(
-        PartialRolloutConfig.from_config(config),
-        checkpoints or chosen_checkpoints(config.trainer, critic=need_critic(config)),
-        trains=not config.trainer.get("val_only"),
-    )
+
+def master_port_range(kernels: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
+    """A random range of ports ``[first, end)`` below those that the kernel assigns; all if there is no room below.
+
+    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
+    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE. Ports below are taken only
+    by processes that ask for them by number.
+    """
+    try:
+        end = int(kernels.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 32768  # Linux's default
+    if end < 10_000 + _WIDTH:
+        return [10_000, 65_535]
+    first = random.randrange(10_000, end - _WIDTH + 1)
+    return [first, first + _WIDTH]
+
+
+class MasterPortWorkerGroup(RayWorkerGroup):
+    """``RayWorkerGroup``, whose ``master_port_range`` is ``master_port_range()``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("master_port_range", master_port_range())
+        super().__init__(*args, **kwargs)
 
 
 class TrainerRun:
     """The run's part of a trainer; reads ``config.partial_rollout``.
 
     Args:
-        session: the run, which has begun; None: ``session_of(config)``, which begins.
-        nodes: of Ray's cluster; told of each step that the run completes. None: those that live now.
+        session: the run, which has begun.
+        nodes: of Ray's cluster; told of each step that the run completes.
         args, kwargs: verl's.
     """
 
@@ -67,19 +88,8 @@ class TrainerRun:
     global_steps: int
     total_training_steps: int
 
-    def __init__(
-        self,
-        config: Any,
-        *args: Any,
-        session: RunSession | None = None,
-        nodes: ClusterNodes | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.nodes = nodes or ClusterNodes()
-        if session is None:
-            session = session_of(config)
-            session.begin()
-        self.session = session
+    def __init__(self, config: Any, *args: Any, session: RunSession, nodes: ClusterNodes, **kwargs: Any) -> None:
+        self.session, self.nodes = session, nodes
         self.proximal = ProximalPolicy(config, self.settings)
         self._phase_started: float | None = None
         replica.register()

@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
@@ -22,24 +21,18 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.training.colocated_reward import score_batch
-from recipe.partial_rollout.training.trainer_run import TrainerRun
+from recipe.partial_rollout.training.trainer_run import MasterPortWorkerGroup, TrainerRun
 from recipe.partial_rollout.training.v1.rounds import TRAIN, DataEndedError, RoundBuffer
 from verl_ext.v1 import worker_groups
 
 
 class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
-    """verl's v1 trainer with the batches of a run.
-
-    Args:
-        worker_group_class: verl's ``RayWorkerGroup``, or a subclass.
-        ours: ``TrainerRun``'s.
-    """
+    """verl's v1 trainer with the batches of a run; ``ours`` are ``TrainerRun``'s."""
 
     tracking_of = trainer_base
     replay_buffer: Any
 
-    def __init__(self, config: DictConfig, *, worker_group_class: type = RayWorkerGroup, **ours: Any) -> None:
-        self._worker_group_class = worker_group_class
+    def __init__(self, config: DictConfig, **ours: Any) -> None:
         super().__init__(config, **ours)
         # verl neither saves TransferQueue nor restores it: nothing in it outlives a step.
         self.trainer_mode = "sync"
@@ -67,7 +60,7 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
         """As verl's; separate engines have devices of their own and the transfer that the config asks for."""
         alone = engine_devices(self.config) > 0
         self._enable_hybrid_replicas = not alone
-        with worker_groups(self._worker_group_class):
+        with worker_groups(MasterPortWorkerGroup):
             super()._setup()
             if alone:
                 self.llm_server_manager: Any = LLMServerManager.create(config=self.config)
