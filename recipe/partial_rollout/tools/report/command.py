@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from recipe.partial_rollout.tools.command_line import described
@@ -70,7 +71,7 @@ def _save(comparison: Comparison, out: Path) -> list[str]:
         pictures = _draw(comparison, out)
         (out / "report.md").write_text(report_markdown(comparison, pictures), encoding="utf-8")
         content = {"cautions": cautions(comparison), "findings": findings(comparison), **as_json(comparison)}
-        (out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n", encoding="utf-8")
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} by python -m recipe.partial_rollout.tools report."
         whole = page(comparison, (out / "report.png").read_bytes(), made=made)
         (out / "report.html").write_text(whole, encoding="utf-8")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import Arm
-from recipe.partial_rollout.tools.report.summary import ROWS, Summary, ratio, summarize
+from recipe.partial_rollout.tools.report.summary import FIGURES, ratio, summarize
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.training.step_log import PolicyDrift
 
 PARTS = 4
 """of a run, over which the range of a ratio is taken"""
-COMPARED = ("rollout_s", "train_s", "step_s", *(name for name, row in ROWS.items() if row.compared))
+COMPARED = [name for name, figure in FIGURES.items() if figure.compared]
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -30,7 +29,8 @@ class Side:
     name: str
     """Its arm, or what its directory has in no other run's; see `names_of`."""
     run: RunRecord
-    summary: Summary
+    summary: SimpleNamespace
+    """Its figures; see `FIGURES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _shared(paths: Sequence[Sequence[str]]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
 
 
-def _ratios(base: Summary, other: Summary) -> dict[str, float | None]:
+def _ratios(base: SimpleNamespace, other: SimpleNamespace) -> dict[str, float | None]:
     ratios = {name: ratio(getattr(other, name), getattr(base, name)) for name in COMPARED}
     if (base.rollout_s is None) is not (other.rollout_s is None):
         # One is per second of rollout, the other per second of the run.
@@ -194,8 +194,13 @@ def as_json(comparison: Comparison) -> dict[str, object]:
     return {
         "runs": {
             side.name: {
-                **dataclasses.asdict(side.summary),
-                "run": {"directory": side.run.directory, **facts_of(side.run)},
+                **vars(side.summary),
+                "run": {
+                    "directory": side.run.directory,
+                    **structs.asdict(side.run.settings),
+                    "complete": side.run.complete,
+                    "full_concurrency": side.run.settings.full_concurrency,
+                },
             }
             for side in comparison.sides
         },
@@ -210,14 +215,4 @@ def as_json(comparison: Comparison) -> dict[str, object]:
         },
         "unlike": comparison.unlike,
         "warnings": comparison.warnings,
-    }
-
-
-def facts_of(run: RunRecord) -> dict[str, Any]:
-    """The run's settings, and whether it is complete."""
-    settings = run.settings
-    return {
-        **structs.asdict(settings),
-        "complete": run.complete,
-        "full_concurrency": settings.full_concurrency,
     }

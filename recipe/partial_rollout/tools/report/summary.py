@@ -6,7 +6,8 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, Self
 
 from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, length_sigmas, spread
 from recipe.partial_rollout.records.run_log import PhaseName
@@ -39,28 +40,10 @@ PHASES = {
 
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """Both arms log it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """How the table of figures shows a figure."""
-
-    label: str
-    words: Callable[[Any], str]
-    means: str
-    """What it is, in a line."""
-    compared: bool = False
-    """Its ratio to the base stands beside it."""
-    always: bool = True
-    """Shown even if no run has it."""
-
-
 _BIAS = (
     "Mean length of what was trained over that of as many groups first dispatched, those that run with what they have; "
     "below 1, short ones came first."
 )
-
-
 _SCORE = re.compile(r"val-core/(.+)/(mean|best|maj)@(\d+)(?:/mean)?")
 """verl's core metric of a data source: of the last two kinds the mean over its draws of k of the responses"""
 
@@ -80,222 +63,68 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """Those with a ``Row`` stand in the table of figures, in this order.
+class Whole:
+    """What several figures of a run are made of."""
 
-    Seconds are verl's timers, summed over the steps that count; None: the run does not have the figure.
-    """
-
-    rollout_s: float | None
-    """None under separate placement, where all of the run is rollout."""
-    train_s: float
-    """Step minus rollout; under separate placement minus the wait for the batch."""
-    step_s: float
+    run: RunRecord
     phases_s: dict[str, float]
     """By verl's timer name; `other` is what no listed timer covers."""
-    total_s: float
-    """Steps and validations between them, without the pauses of a resumed run."""
-    validation: Validation | None
-    """The last one."""
-    steps: int
-    """Those that have both a round and timers."""
-    bubble_fraction: float | None
-    device_use: float | None
-    """Share of rollout time in which the GPUs of the driver's node were busy, by NVML."""
-    staleness: Spread | None
-    trained_groups: Annotated[int, Row("trained groups", units.count, "Prompts trained, each with all its samples.")]
-    trained_tokens: Annotated[
-        int, Row("trained tokens", units.count, "Tokens that the model generated in trained samples.", compared=True)
-    ]
-    decoded_tokens: Annotated[
-        int,
-        Row(
-            "decoded tokens",
-            units.count,
-            "Tokens that the engines made; unfinished samples and lost work included.",
-            compared=True,
-        ),
-    ]
-    wall_s_per_trained_token: Annotated[
-        float | None,
-        Row(
-            "wall time per 1,000 trained tokens",
-            units.kilo_seconds,
-            "From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the figure to "
-            "compare placements by.",
-            compared=True,
-        ),
-    ]
-    trainer_waits: Annotated[
-        float | None,
-        Row(
-            "trainer waits for batches",
-            units.share,
-            "Share of that time; where engines and trainer take turns, it is that of rollout.",
-        ),
-    ]
-    engines_idle: Annotated[
-        float | None,
-        Row(
-            "engines idle",
-            units.share,
-            "Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle.",
-        ),
-    ]
-    engines_held: Annotated[
-        float | None,
-        Row(
-            "engines held",
-            units.share,
-            "Share of that time in which all engines stood still for new weights or a checkpoint (separate placement).",
-            always=False,
-        ),
-    ]
-    hold_s: Annotated[
-        Spread | None,
-        Row(
-            "a hold, mean / p95 / max",
-            units.spread_s,
-            "From the request to hold all engines for new weights until they go on, loading included (separate placement).",
-            always=False,
-        ),
-    ]
-    rollout_s_per_trained_token: Annotated[
-        float | None,
-        Row(
-            "rollout per 1,000 trained tokens",
-            units.kilo_seconds,
-            "Seconds of rollout for equal work; none under separate placement, where all of the run is rollout.",
-            compared=True,
-        ),
-    ]
-    train_s_per_trained_token: Annotated[
-        float | None,
-        Row(
-            "training per 1,000 trained tokens",
-            units.kilo_seconds,
-            "Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work.",
-            compared=True,
-        ),
-    ]
-    step_s_per_trained_token: Annotated[
-        float | None,
-        Row(
-            "step per 1,000 trained tokens",
-            units.kilo_seconds,
-            "Seconds of whole steps, for equal work.",
-            compared=True,
-        ),
-    ]
-    decoded_tokens_per_s: Annotated[
-        float | None,
-        Row(
-            "decoded tokens/s in rollout",
-            units.count,
-            "Decoded tokens over the seconds of rollout; under separate placement over those of the run.",
-            compared=True,
-        ),
-    ]
-    trainer_tokens_per_s: Annotated[
-        tuple[float | None, float | None] | None,
-        Row(
-            "tokens/s of the pass, of the update",
-            units.pair,
-            "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU "
-            "(v1 logs none), and `update_actor`; several epochs count them once.",
-        ),
-    ]
-    mfu: Annotated[
-        tuple[float | None, float | None, float | None] | None,
-        Row(
-            "MFU of rollout, pass, update",
-            units.shares,
-            "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, "
-            "times decoded tokens/s over those of the pass; none under separate placement.",
-            always=False,
-        ),
-    ]
-    off_policy_token_fraction: Annotated[
-        float | None,
-        Row(
-            "off-policy tokens",
-            units.share,
-            "Share of trained tokens that older weights made than those that the update starts from.",
-        ),
-    ]
-    segments_per_sample: Annotated[
-        Spread | None,
-        Row(
-            "segments a sample, mean / p95 / max",
-            units.spread,
-            "Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold.",
-        ),
-    ]
-    mean_trained_length: Annotated[
-        float | None,
-        Row(
-            "mean trained length",
-            units.count,
-            "Response tokens of a trained sample; with tools, theirs included.",
-            compared=True,
-        ),
-    ]
-    length_sigma: Annotated[
-        tuple[float, float] | None,
-        Row(
-            "sigma of lengths, in a batch / in a group",
-            units.pair,
-            "Standard deviation of response tokens, mean over steps. The larger it is beside the mean length, the longer a "
-            "synchronous batch waits for its last response.",
-        ),
-    ]
-    mixed: Annotated[
-        tuple[float, float] | None,
-        Row(
-            "made by several versions: samples / tokens",
-            units.shares,
-            "Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps.",
-        ),
-    ]
-    length_bias_step_1: Annotated[float | None, Row("trained / dispatched length, step 1", units.decimal, _BIAS)]
-    length_bias_steps_1_to_5: Annotated[
-        float | None, Row("trained / dispatched length, steps 1-5", units.decimal, _BIAS)
-    ]
-    length_bias: Annotated[float | None, Row("trained / dispatched length, run", units.decimal, _BIAS)]
-    reward_first: Annotated[
-        float | None, Row("reward, first 3 steps", units.precise, "Mean reward of the trained samples.")
-    ]
-    reward_last: Annotated[
-        float | None, Row("reward, last 3 steps", units.precise, "Mean reward of the trained samples.")
-    ]
-    interrupt_s: Annotated[
-        Spread | None,
-        Row(
-            "interrupt, mean / p95 / max",
-            units.spread_s,
-            "From the decision to interrupt a round until every engine was quiet.",
-        ),
-    ]
-    resume_s: Annotated[
-        Spread | None,
-        Row("resume, mean / p95 / max", units.spread_s, "From the opening of a round to its first engine call."),
-    ]
-    carried_groups: Annotated[
-        Spread | None,
-        Row("carried groups a round, mean / p95 / max", units.spread, "Unfinished groups that a round started with."),
-    ]
-    lost_samples: Annotated[
-        int,
-        Row("lost samples", units.count, "The most that a round counted as unaccounted for; a sound run loses none."),
-    ]
+    tokens: int
+    """Trained."""
+    decoded: int
+    waits: float | None
+    idle: float | None
+    held: float | None
+    """Shares of the time from the first batch to the last."""
+    passes: list[Step]
+    """Steps with a pass over the batch before the update."""
+    trainer_tokens_per_s: tuple[float | None, float | None]
+    """Of the pass, and of the update."""
+
+    @classmethod
+    def of(cls, run: RunRecord) -> Self:
+        spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
+        spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
+        passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
+        return cls(
+            run,
+            spent,
+            sum(group.tokens for group in run.trained_groups),
+            sum(round_.phase.decoded_tokens for round_ in run.rounds),
+            *lane_shares(run),
+            passes,
+            (ratio(*_total(passes, "old_log_prob")), ratio(*_total(run.steps, "update_actor"))),
+        )
+
+    @property
+    def rollout_s(self) -> float | None:
+        """None under separate placement, where all of the run is rollout."""
+        return None if self.run.settings.separate else self.phases_s["gen"]
+
+    @property
+    def train_s(self) -> float:
+        """Step minus rollout; under separate placement minus the wait for the batch."""
+        return self.phases_s["step"] - self.phases_s["gen"]
+
+    @property
+    def decoding_s(self) -> float:
+        """Of rollout; under separate placement of the run."""
+        return sum(round_.phase.seconds for round_ in self.run.rounds) if self.rollout_s is None else self.rollout_s
 
 
-ROWS: dict[str, Row] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(Summary, include_extras=True).items()
-    if get_origin(hint) is Annotated
-}
-"""The rows of the table of figures, by the figure's name."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of a run; those with a label stand in the table of figures."""
+
+    of: Callable[[Whole], Any]
+    label: str = ""
+    words: Callable[[Any], str] = str
+    means: str = ""
+    """What it is, in a line."""
+    compared: bool = False
+    """Its ratio to the base is a figure too, and stands beside it."""
+    always: bool = True
+    """Shown even if no run has it."""
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -314,13 +143,20 @@ def _holds(run: RunRecord) -> list[float]:
     return [p.end - p.start for p in run.phases if p.name == PhaseName.HOLD and p.start >= run.start]
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
 def _known_spread(values: Sequence[float | None]) -> Spread | None:
     return spread([value for value in values if value is not None])
 
 
-def _mean_reward(steps: Sequence[Step]) -> float | None:
-    rewards = [step.metrics["critic/score/mean"] for step in steps if "critic/score/mean" in step.metrics]
-    return statistics.fmean(rewards) if rewards else None
+def _rewards(steps: Sequence[Step]) -> list[float]:
+    return [step.metrics["critic/score/mean"] for step in steps if "critic/score/mean" in step.metrics]
+
+
+def _bias_of_five(run: RunRecord) -> float | None:
+    return run.steps[4].metrics.get(LENGTH_BIAS) if len(run.steps) > 4 else None
 
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
@@ -341,19 +177,21 @@ def _total(steps: Sequence[Step], timer: str) -> tuple[float, float]:
     )
 
 
-def _work(run: RunRecord, gen_s: float, decoded: int) -> tuple[Any, Any]:
-    """Tokens/s of the pass and the update; MFU of rollout, pass and update, None where verl knows no peak."""
-    passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
-    speeds = ratio(*_total(passes, "old_log_prob")), ratio(*_total(run.steps, "update_actor"))
+def _mfu(whole: Whole) -> tuple[float | None, ...] | None:
+    """Of rollout, pass and update; None where verl knows no peak."""
     shares = []
-    for steps, timer, key in ((passes, "old_log_prob", "actor_infer"), (run.steps, "update_actor", "actor")):
+    for steps, timer, key in (
+        (whole.passes, "old_log_prob", "actor_infer"),
+        (whole.run.steps, "update_actor", "actor"),
+    ):
         used = sum(step.metrics.get(f"perf/mfu/{key}", 0) * step.seconds(timer) for step in steps)
         shares.append(ratio(used, _total(steps, timer)[1]))
-    if not shares[1]:
-        return speeds, None
+    of_pass, of_update = shares
+    if not of_update:
+        return None
     # A decoded token takes what one of the pass does, on the same devices.
-    speed = None if run.settings.separate else ratio(ratio(decoded, gen_s), speeds[0])
-    return speeds, (None if speed is None or shares[0] is None else shares[0] * speed, *shares)
+    speed = ratio(ratio(whole.decoded, whole.rollout_s), whole.trainer_tokens_per_s[0])
+    return None if speed is None or of_pass is None else of_pass * speed, of_pass, of_update
 
 
 def _validation(run: RunRecord) -> Validation | None:
@@ -368,62 +206,211 @@ def _validation(run: RunRecord) -> Validation | None:
     return None
 
 
-def _phases(run: RunRecord) -> dict[str, float]:
-    spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
-    spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
-    return spent
+FIGURES: dict[str, Figure] = {
+    # Seconds are verl's timers, summed over the steps that count.
+    "rollout_s": Figure(lambda whole: whole.rollout_s, compared=True),
+    "train_s": Figure(lambda whole: whole.train_s, compared=True),
+    "step_s": Figure(lambda whole: whole.phases_s["step"], compared=True),
+    "phases_s": Figure(lambda whole: whole.phases_s),
+    # Steps and validations between them, without the pauses of a resumed run.
+    "total_s": Figure(lambda whole: whole.phases_s["step"] + whole.phases_s["testing"]),
+    "validation": Figure(lambda whole: _validation(whole.run)),
+    "steps": Figure(lambda whole: len(whole.run.steps)),
+    "bubble_fraction": Figure(lambda whole: bubble_fraction(whole.run.decoding, whole.run.settings.full_concurrency)),
+    "device_use": Figure(lambda whole: _device_use(whole.run)),
+    "staleness": Figure(lambda whole: spread([age for step in whole.run.steps for age in step.staleness])),
+    "trained_groups": Figure(
+        lambda whole: len(whole.run.trained_groups),
+        "trained groups",
+        units.count,
+        "Prompts trained, each with all its samples.",
+    ),
+    "trained_tokens": Figure(
+        lambda whole: whole.tokens,
+        "trained tokens",
+        units.count,
+        "Tokens that the model generated in trained samples.",
+        compared=True,
+    ),
+    "decoded_tokens": Figure(
+        lambda whole: whole.decoded,
+        "decoded tokens",
+        units.count,
+        "Tokens that the engines made; unfinished samples and lost work included.",
+        compared=True,
+    ),
+    "wall_s_per_trained_token": Figure(
+        lambda whole: _wall_s_per_token(whole.run),
+        "wall time per 1,000 trained tokens",
+        units.kilo_seconds,
+        "From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the figure to "
+        "compare placements by.",
+        compared=True,
+    ),
+    "trainer_waits": Figure(
+        lambda whole: whole.waits,
+        "trainer waits for batches",
+        units.share,
+        "Share of that time; where engines and trainer take turns, it is that of rollout.",
+    ),
+    "engines_idle": Figure(
+        lambda whole: whole.idle,
+        "engines idle",
+        units.share,
+        "Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle.",
+    ),
+    "engines_held": Figure(
+        lambda whole: whole.held,
+        "engines held",
+        units.share,
+        "Share of that time in which all engines stood still for new weights or a checkpoint (separate placement).",
+        always=False,
+    ),
+    "hold_s": Figure(
+        lambda whole: spread(_holds(whole.run)),
+        "a hold, mean / p95 / max",
+        units.spread_s,
+        "From the request to hold all engines for new weights until they go on, loading included (separate placement).",
+        always=False,
+    ),
+    "rollout_s_per_trained_token": Figure(
+        lambda whole: ratio(whole.rollout_s, whole.tokens),
+        "rollout per 1,000 trained tokens",
+        units.kilo_seconds,
+        "Seconds of rollout for equal work; none under separate placement, where all of the run is rollout.",
+        compared=True,
+    ),
+    "train_s_per_trained_token": Figure(
+        lambda whole: ratio(whole.train_s, whole.tokens),
+        "training per 1,000 trained tokens",
+        units.kilo_seconds,
+        "Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work.",
+        compared=True,
+    ),
+    "step_s_per_trained_token": Figure(
+        lambda whole: ratio(whole.phases_s["step"], whole.tokens),
+        "step per 1,000 trained tokens",
+        units.kilo_seconds,
+        "Seconds of whole steps, for equal work.",
+        compared=True,
+    ),
+    "decoded_tokens_per_s": Figure(
+        lambda whole: ratio(whole.decoded, whole.decoding_s),
+        "decoded tokens/s in rollout",
+        units.count,
+        "Decoded tokens over the seconds of rollout; under separate placement over those of the run.",
+        compared=True,
+    ),
+    "trainer_tokens_per_s": Figure(
+        lambda whole: whole.trainer_tokens_per_s,
+        "tokens/s of the pass, of the update",
+        units.pair,
+        "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU "
+        "(v1 logs none), and `update_actor`; several epochs count them once.",
+    ),
+    "mfu": Figure(
+        lambda whole: _mfu(whole),
+        "MFU of rollout, pass, update",
+        units.shares,
+        "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, "
+        "times decoded tokens/s over those of the pass; none under separate placement.",
+        always=False,
+    ),
+    "off_policy_token_fraction": Figure(
+        lambda whole: ratio(sum(group.off_policy_tokens for group in whole.run.trained_groups), whole.tokens),
+        "off-policy tokens",
+        units.share,
+        "Share of trained tokens that older weights made than those that the update starts from.",
+    ),
+    "segments_per_sample": Figure(
+        lambda whole: spread([count for group in whole.run.trained_groups for count in group.segments]),
+        "segments a sample, mean / p95 / max",
+        units.spread,
+        "Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold.",
+    ),
+    "mean_trained_length": Figure(
+        lambda whole: _mean([length for step in whole.run.steps for length in step.lengths]),
+        "mean trained length",
+        units.count,
+        "Response tokens of a trained sample; with tools, theirs included.",
+        compared=True,
+    ),
+    "length_sigma": Figure(
+        lambda whole: _mean_pair(
+            [length_sigmas([group.lengths for group in round_.trained]) for round_ in whole.run.rounds]
+        ),
+        "sigma of lengths, in a batch / in a group",
+        units.pair,
+        "Standard deviation of response tokens, mean over steps. The larger it is beside the mean length, the longer a "
+        "synchronous batch waits for its last response.",
+    ),
+    "mixed": Figure(
+        lambda whole: _mean_pair([shares for step in whole.run.steps if (shares := step.mixed)]),
+        "made by several versions: samples / tokens",
+        units.shares,
+        "Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps.",
+    ),
+    "length_bias_step_1": Figure(
+        lambda whole: whole.run.steps[0].metrics.get(LENGTH_BIAS),
+        "trained / dispatched length, step 1",
+        units.decimal,
+        _BIAS,
+    ),
+    "length_bias_steps_1_to_5": Figure(
+        lambda whole: _bias_of_five(whole.run),
+        "trained / dispatched length, steps 1-5",
+        units.decimal,
+        _BIAS,
+    ),
+    "length_bias": Figure(
+        lambda whole: whole.run.steps[-1].metrics.get(LENGTH_BIAS),
+        "trained / dispatched length, run",
+        units.decimal,
+        _BIAS,
+    ),
+    "reward_first": Figure(
+        lambda whole: _mean(_rewards(whole.run.steps[:REWARD_STEPS])),
+        "reward, first 3 steps",
+        units.precise,
+        "Mean reward of the trained samples.",
+    ),
+    "reward_last": Figure(
+        lambda whole: _mean(_rewards(whole.run.steps[-REWARD_STEPS:])),
+        "reward, last 3 steps",
+        units.precise,
+        "Mean reward of the trained samples.",
+    ),
+    "interrupt_s": Figure(
+        lambda whole: _known_spread([round_.interrupt_s for round_ in whole.run.rounds]),
+        "interrupt, mean / p95 / max",
+        units.spread_s,
+        "From the decision to interrupt a round until every engine was quiet.",
+    ),
+    "resume_s": Figure(
+        lambda whole: _known_spread([round_.resume_s for round_ in whole.run.rounds]),
+        "resume, mean / p95 / max",
+        units.spread_s,
+        "From the opening of a round to its first engine call.",
+    ),
+    "carried_groups": Figure(
+        lambda whole: spread([round_.carried_groups for round_ in whole.run.rounds]),
+        "carried groups a round, mean / p95 / max",
+        units.spread,
+        "Unfinished groups that a round started with.",
+    ),
+    "lost_samples": Figure(
+        lambda whole: max(round_.lost_samples for round_ in whole.run.rounds),
+        "lost samples",
+        units.count,
+        "The most that a round counted as unaccounted for; a sound run loses none.",
+    ),
+}
+"""By name, in the order of the table; one is None where the run does not have it."""
+ROWS = {name: figure for name, figure in FIGURES.items() if figure.label}
+"""Those that stand in the table of figures."""
 
 
-def summarize(run: RunRecord) -> Summary:
-    """Sum up a run."""
-    groups = run.trained_groups
-    lengths = [length for step in run.steps for length in step.lengths]
-    decoded = sum(step.round.phase.decoded_tokens for step in run.steps)
-    tokens = sum(group.tokens for group in groups)
-    phases_s = _phases(run)
-    step_s, gen_s = phases_s["step"], phases_s["gen"]
-    separate = run.settings.separate
-    rollout_s = None if separate else gen_s
-    waits, idle, held = lane_shares(run)
-    biases = [step.metrics.get(LENGTH_BIAS) for step in run.steps]
-    trainer_speeds, mfu = _work(run, gen_s, decoded)
-    return Summary(
-        rollout_s=rollout_s,
-        train_s=step_s - gen_s,
-        step_s=step_s,
-        phases_s=phases_s,
-        total_s=step_s + phases_s["testing"],
-        validation=_validation(run),
-        steps=len(run.steps),
-        trained_groups=len(groups),
-        trained_tokens=tokens,
-        decoded_tokens=decoded,
-        wall_s_per_trained_token=_wall_s_per_token(run),
-        trainer_waits=waits,
-        engines_idle=idle,
-        engines_held=held,
-        hold_s=spread(_holds(run)),
-        rollout_s_per_trained_token=ratio(rollout_s, tokens),
-        train_s_per_trained_token=ratio(step_s - gen_s, tokens),
-        step_s_per_trained_token=ratio(step_s, tokens),
-        decoded_tokens_per_s=ratio(decoded, sum(round_.phase.seconds for round_ in run.rounds) if separate else gen_s),
-        trainer_tokens_per_s=trainer_speeds,
-        mfu=mfu,
-        bubble_fraction=bubble_fraction(run.decoding, run.settings.full_concurrency),
-        device_use=_device_use(run),
-        staleness=spread([age for step in run.steps for age in step.staleness]),
-        off_policy_token_fraction=ratio(sum(group.off_policy_tokens for group in groups), tokens),
-        segments_per_sample=spread([count for group in groups for count in group.segments]),
-        mean_trained_length=statistics.fmean(lengths) if lengths else None,
-        length_sigma=_mean_pair([length_sigmas([g.lengths for g in step.round.trained]) for step in run.steps]),
-        mixed=_mean_pair([shares for step in run.steps if (shares := step.mixed)]),
-        length_bias_step_1=biases[0],
-        length_bias_steps_1_to_5=biases[4] if len(biases) > 4 else None,
-        length_bias=biases[-1],
-        reward_first=_mean_reward(run.steps[:REWARD_STEPS]),
-        reward_last=_mean_reward(run.steps[-REWARD_STEPS:]),
-        interrupt_s=_known_spread([round_.interrupt_s for round_ in run.rounds]),
-        resume_s=_known_spread([round_.resume_s for round_ in run.rounds]),
-        carried_groups=spread([round_.carried_groups for round_ in run.rounds]),
-        lost_samples=max(round_.lost_samples for round_ in run.rounds),
-    )
+def summarize(run: RunRecord) -> SimpleNamespace:
+    """The figures of a run: its attributes are those of ``FIGURES``."""
+    whole = Whole.of(run)
+    return SimpleNamespace(**{name: figure.of(whole) for name, figure in FIGURES.items()})

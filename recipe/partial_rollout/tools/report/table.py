@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side, facts_of
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.summary import PHASES, ROWS, ratio
 from recipe.partial_rollout.tools.table import Table
@@ -189,6 +189,5 @@ def _share_of_step(name: str, side: Side) -> tuple[str, str]:
 
 
 def _settings(comparison: Comparison) -> Table:
-    facts = [facts_of(side.run) for side in comparison.sides]
-    rows = [[name, *(str(each[name]) for each in facts)] for name in SETTINGS]
+    rows = [[name, *(str(getattr(side.run.settings, name)) for side in comparison.sides)] for name in SETTINGS]
     return Table("Settings", ["", *(side.name for side in comparison.sides)], rows, list(SETTINGS.values()))
