@@ -372,7 +372,7 @@ def test_colocated_reward_that_fails_is_asked_for_again_then_masked_and_named(br
     assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0] and scorer.calls == 4
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
-    assert "1 of 2 samples have no score and are masked; one of them: RewardError" in capsys.readouterr().out
+    assert "1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
     with pytest.raises(RewardError, match="prompt uid0"):
         colocated(flaky(broken), unscored(rows(2, 3)), sample_retries=None)
     with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a batch .*0\.25.*prompt uid0"):

@@ -67,6 +67,14 @@ def check_masked(errors: Sequence[str], samples: int, max_masked_fraction: float
         )
 
 
+def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool) -> None:
+    """``check_masked``; of those that are not too many a warning names the last."""
+    what, fate = ("validation", "count in no mean") if validate else ("batch", "are masked")
+    check_masked(errors, samples, max_masked_fraction, what)
+    if errors:
+        print(f"warning: {len(errors)} of the {samples} samples of a {what} {fate}; one of them: {errors[-1]}")
+
+
 def booked(
     session: RunSession, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]
 ) -> dict[str, float]:
@@ -75,21 +83,18 @@ def booked(
     Args:
         calls: engine calls that ended since the last booking.
     """
-    settings, gauges = session.settings, account.metrics
-    phase = RolloutPhase(batch.since, batch.until, tuple(calls))
+    settings = session.settings
     trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-    session.log.round(
-        Round(
-            step=batch.step,
-            phase=phase,
-            trained=trained,
-            admitted=batch.admitted,
-            filtered=account.filtered,
-            interrupt_s=batch.waits.get("interrupt_s"),
-            resume_s=batch.waits.get("resume_s"),
-            carried_groups=batch.start.carried_groups,
-            lost_samples=int(gauges["lost_samples"]),
-        )
+    round_ = Round(
+        step=batch.step,
+        phase=RolloutPhase(batch.since, batch.until, tuple(calls)),
+        trained=trained,
+        admitted=batch.admitted,
+        filtered=account.filtered,
+        interrupt_s=batch.waits.get("interrupt_s"),
+        resume_s=batch.waits.get("resume_s"),
+        carried_groups=batch.start.carried_groups,
+        lost_samples=int(account.metrics["lost_samples"]),
     )
     if account.spared and settings.group_filter is not None:
         limit = f"algorithm.filter_groups.max_num_gen_batches={settings.group_filter.max_num_gen_batches}"
@@ -98,15 +103,29 @@ def booked(
             f"{account.spared} (past the round's limit, {limit}, or the data ends)"
         )
     return {
-        **phase_metrics(phase, session.full_concurrency, goes_on=settings.separate),
+        **noted(session, round_, goes_on=settings.separate),
         **batch_metrics(batch.groups, trained, batch.version),
-        **length_metrics(trained),
-        **session.device_metrics(phase),
-        **gauges,
+        **account.metrics,
         **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
         "overlap": batch.start.carried_groups / settings.batch_groups,
         "failures/replicas_restarted_total": session.control.restarted,
         **({} if settings.group_filter is None else {"filter/groups": len(account.filtered)}),
+    }
+
+
+def noted(session: RunSession, round_: Round, *, goes_on: bool = False) -> dict[str, float]:
+    """Add ``round_``, of either arm, to the run's log; returns the metrics that both arms have of it.
+
+    Args:
+        goes_on: as in ``phase_metrics``.
+    """
+    session.log.round(round_)
+    return {
+        **phase_metrics(round_.phase, session.full_concurrency, goes_on=goes_on),
+        **length_metrics(round_.trained),
+        **session.device_metrics(round_.phase),
+        "trained/tokens": sum(group.tokens for group in round_.trained),
+        "lost_samples": round_.lost_samples,
     }
 
 
@@ -134,7 +153,7 @@ def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> d
 
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
     """Staleness (versions), shares (0 to 1) of off-policy tokens and of samples (and their tokens) that several versions
-    made, most engine calls of a sample, tokens of the trained batch.
+    made, and most engine calls of a sample, of the trained batch.
 
     Args:
         trained: the records of ``groups``.
@@ -147,7 +166,6 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
     mixed = [len(versions) for versions in generated if len(versions) and versions[0] != versions[-1]]
     tokens = sum(group.tokens for group in trained)
     return {
-        "trained/tokens": tokens,
         "staleness/mean": staleness.mean,
         "staleness/p95": staleness.p95,
         "staleness/max": int(staleness.max),

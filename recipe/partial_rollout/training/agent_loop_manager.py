@@ -18,7 +18,7 @@ from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPha
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.rollout.step_book import check_masked, length_metrics, phase_metrics
+from recipe.partial_rollout.rollout.step_book import noted, tell_failed
 from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.batch import assemble_batch
 from recipe.partial_rollout.training.reward_info import spread_infos
@@ -104,13 +104,9 @@ class ObservedAgentLoopManager(AgentLoopManager):
             output.meta_info["validate"] = True
         spread_infos(output, validate=validate)
         errors = [error for error in output.non_tensor_batch.get("sample_error", ()) if error is not None]
-        what = "validation" if validate else "batch"
-        check_masked(errors, len(output), self.session.settings.failures.max_masked_fraction, what)
-        if errors:
-            fate = "count in no mean" if validate else "are masked"
-            print(f"warning: {len(errors)} of the {len(output)} samples of a {what} {fate}; one of them: {errors[0]}")
+        tell_failed(errors, len(output), self.session.settings.failures.max_masked_fraction, validate=validate)
 
-    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, Any]:
+    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, float]:
         """Note a phase of noPR, in which every sample started and ended, under one version."""
         settings = self.session.settings
         step = prompts.meta_info["global_steps"]
@@ -135,14 +131,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        self.session.log.round(Round(step=step, phase=phase, trained=trained))
-        return {
-            **phase_metrics(phase, self.session.full_concurrency),
-            **length_metrics(trained),
-            **self.session.device_metrics(phase),
-            "trained/tokens": sum(tokens),
-            "lost_samples": 0,
-        }
+        return noted(self.session, Round(step=step, phase=phase, trained=trained))
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):

@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s, verdict_on
-from recipe.partial_rollout.rollout.step_book import check_masked
+from recipe.partial_rollout.rollout.step_book import tell_failed
 from recipe.partial_rollout.training.reward_info import info_columns, objects
 from recipe.partial_rollout.waits import finished, one_line, wait
 from recipe.partial_rollout.worker.rewards import (
@@ -64,10 +64,7 @@ def score_batch(manager: Any, batch: DataProto, settings: PartialRolloutConfig) 
     for row, error in failed.items():
         errors[row] = one_line(error)
     told = [error for error in errors if error is not None]
-    check_masked(told, len(batch), settings.failures.max_masked_fraction, "validation" if validate else "batch")
-    if failed:
-        fate = "count in no mean" if validate else "are masked"
-        print(f"warning: {len(failed)} of {len(batch)} samples have no score and {fate}; one of them: {told[-1]}")
+    tell_failed(told, len(batch), settings.failures.max_masked_fraction, validate=validate)
     nothing = math.nan if validate else 0.0
     scores = [scored[row][0] if row in scored else nothing for row in range(len(batch))]
     infos = [scored[row][1] if row in scored else {} for row in range(len(batch))]
