@@ -25,7 +25,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
@@ -112,7 +112,7 @@ def run(config: DictConfig) -> None:
     """
     directory = check_and_wire(config)
     with nullcontext() if config.trainer.get("val_only") else locked(directory):
-        train(begin(directory, config), config)
+        train(begin(config), config)
 
 
 def check_and_wire(config: DictConfig) -> Path:
@@ -136,11 +136,11 @@ def check_and_wire(config: DictConfig) -> Path:
     return directory
 
 
-def begin(directory: Path, config: DictConfig) -> TaskRunner:
+def begin(config: DictConfig) -> TaskRunner:
     """Check what depends on the run's directory and data, and begin the run; what is left needs Ray."""
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
     from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
-    from recipe.partial_rollout.rollout.session import RunSession
+    from recipe.partial_rollout.rollout.session import CONFIG, RunSession
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
 
     check_ray_address(config)
@@ -154,7 +154,7 @@ def begin(directory: Path, config: DictConfig) -> TaskRunner:
     check_made_of_rows(config, checkpoints, runner.train_dataset)
     session.begin()
     if session.trains:
-        OmegaConf.save(config, directory / "config.yaml", resolve=True)
+        OmegaConf.save(config, session.run_dir / CONFIG, resolve=True)
     return runner
 
 
@@ -184,7 +184,7 @@ def spare_caches() -> None:
     # Without a home it stays as it is.
     home = Path(os.path.expanduser("~"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    refused = [directory for directory in (home, cache) if not _takes_files(directory)]
+    refused = [directory for directory in (home, cache) if not (directory.is_absolute() and writable(directory))]
     if not refused:
         return
     spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
@@ -199,15 +199,6 @@ def spare_caches() -> None:
             os.environ.setdefault("SWANLAB_SAVE_DIR", spare)
         if not ((home / ".ray" / "auth_token").is_file() or os.environ.get("RAY_ADDRESS")):
             os.environ.setdefault("RAY_AUTH_TOKEN", uuid4().hex)
-
-
-def _takes_files(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return directory.is_absolute()
-    except OSError:
-        return False
 
 
 def show_warnings() -> None:

@@ -35,5 +35,5 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
         if not config.trainer.get("val_only"):
             self._lock.enter_context(locked(directory))
         check_cluster(config)
-        runner = main_ppo.begin(directory, config)
+        runner = main_ppo.begin(config)
         super().__init__(config, session=runner.session, nodes=ClusterNodes())

@@ -23,6 +23,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -129,6 +130,17 @@ class Lineage:
     def _steps(self) -> list[tuple[int, Path]]:
         found = ((STEP.fullmatch(path.name), path) for path in self._run_dir.glob("global_step_*"))
         return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+
+
+def writable(folder: Any) -> bool:
+    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
+    try:
+        path = Path(str(folder)).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def chosen_checkpoints(trainer: Any, *, critic: bool) -> RunCheckpoints:

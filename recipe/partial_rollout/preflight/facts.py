@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,17 +115,6 @@ def load_formats(config: DictConfig) -> Collection[str]:
 
     load_general_plugins()
     return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-
-
-def writable(folder: Any) -> bool:
-    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    try:
-        path = Path(str(folder)).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):
-            return True
-    except OSError:
-        return False
 
 
 def is_dtype(value: Any, _: DictConfig) -> bool:

@@ -16,6 +16,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
+from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     V1_MODE,
@@ -177,7 +178,7 @@ _TRAINING = (
     ),
     Rule("trainer.default_local_dir", lambda v, _: v, "a directory"),
     *(
-        Rule(f"trainer.{key}", lambda v, _: v is None or facts.writable(v), "a directory that this user can write")
+        Rule(f"trainer.{key}", lambda v, _: v is None or writable(v), "a directory that this user can write")
         for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir")
     ),
 )

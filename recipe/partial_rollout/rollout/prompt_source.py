@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout.manager.types import Prompt
@@ -94,24 +95,19 @@ _TENSOR = "tensor of"
 
 def without_tensors(state: Any) -> Any:
     """``state`` with its tensors as arrays, because a checkpoint holds nothing that only torch can read."""
-    if isinstance(state, torch.Tensor):
-        return {_TENSOR: state.numpy()}
-    if isinstance(state, dict):
-        return {key: without_tensors(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(without_tensors(value) for value in state)
-    return state
+    return tree_map(lambda leaf: {_TENSOR: leaf.numpy()} if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def with_tensors(state: Any) -> Any:
     """The inverse of ``without_tensors``."""
-    if isinstance(state, dict):
-        if set(state) == {_TENSOR}:
-            return torch.from_numpy(state[_TENSOR].copy())
-        return {key: with_tensors(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(with_tensors(value) for value in state)
-    return state
+
+    def was_tensor(node: Any) -> bool:
+        return isinstance(node, dict) and set(node) == {_TENSOR}
+
+    def restored(leaf: Any) -> Any:
+        return torch.from_numpy(leaf[_TENSOR].copy()) if was_tensor(leaf) else leaf
+
+    return tree_map(restored, state, is_leaf=was_tensor)
 
 
 def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -51,7 +51,9 @@ class WorkerPool:
         self._workers = workers
         self._spawn = spawn
         self._connect = connect
-        self._restarts_left = self._restarts = restarts
+        self._restarts = restarts
+        self.restarted = 0
+        """workers replaced since the start of the run"""
         self._deadlines = deadlines
         self._stop = stop
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
@@ -65,11 +67,6 @@ class WorkerPool:
 
     def __len__(self) -> int:
         return len(self._workers)
-
-    @property
-    def restarted(self) -> int:
-        """Workers replaced since the start of the run."""
-        return self._restarts - self._restarts_left
 
     async def start(self) -> None:
         """Connect every worker and let it serve."""
@@ -130,11 +127,11 @@ class WorkerPool:
             logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await release(name))
             self._serving[i] = None
             return
-        if not self._restarts_left:
+        if self.restarted == self._restarts:
             raise WorkerLostError(
                 f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={self._restarts})"
             ) from error
-        self._restarts_left -= 1
+        self.restarted += 1
         self._lives[i] += 1
         requeued = await release(name)
         self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"

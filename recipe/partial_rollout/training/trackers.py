@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from zlib import crc32
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.keys import fail, leaves
 from recipe.partial_rollout.config.settings import ROOT
 from recipe.partial_rollout.records.run_log import Arm
 from verl_ext import swanlab_board
@@ -124,8 +124,8 @@ def config_table(config: DictConfig) -> dict[str, Any]:
     }
     for key in (*_SHOWN, *_overridden()):
         value = OmegaConf.select(config, key)
-        table |= {key: value} if not isinstance(value, DictConfig) else dict(_leaves(value, f"{key}."))
-    table |= dict(_leaves(config[ROOT], f"{ROOT}."))
+        table |= {key: value} if not isinstance(value, DictConfig) else dict(leaves(value, f"{key}."))
+    table |= dict(leaves(config[ROOT], f"{ROOT}."))
     return {key: _short(value) for key, value in table.items() if value is not None}
 
 
@@ -145,14 +145,6 @@ def _overridden() -> Iterator[str]:
             key = override.partition("=")[0].lstrip("+~")
             if "@" not in key and "/" not in key:
                 yield key
-
-
-def _leaves(node: Mapping[Any, Any], at: str) -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{at}{name}.")
-        else:
-            yield f"{at}{name}", value
 
 
 def _short(value: Any) -> Any:
