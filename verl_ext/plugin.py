@@ -29,6 +29,7 @@ EVERYWHERE = (
     ("verl.trainer.ppo.v1.trainer_base", trained_rows.patch_means),
     ("verl.trainer.ppo.v1.trainer_base", v1.know_recipe),
     ("verl.trainer.constants_ppo", v1.know_keys),
+    ("verl.utils.device", v1.keep_to_recipe),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),

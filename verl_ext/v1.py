@@ -2,7 +2,8 @@
 
 ``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
 So the registry imports the recipe's when it is asked for it, and hydra learns the recipe's keys before that command
-composes its config. They may go when verl's command imports what a config names.
+composes its config. They may go when verl's command imports what a config names. Where another package hides the recipe,
+they do nothing: they are there for whatever imports verl.
 
 v1's ``_setup`` has no option for the class of its worker groups, so the name that it calls is replaced while it runs.
 
@@ -12,12 +13,18 @@ TransferQueue's clients wait for its controller without end, whoever has died. I
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from verl_ext.command import OURS, imported_here
 from verl_ext.guard import VERL, installed, replaced, require
 
+_MODE = "partial_rollout"
+"""``trainer.v1.trainer_mode``, and the section of the recipe's keys"""
 _REGISTERS = "recipe.partial_rollout.verl_command"
 """module that registers the recipe's trainer"""
 CONTROLLER_S = 200
@@ -28,7 +35,8 @@ class _Registry(dict):
     """verl's registry, which imports the recipe's trainer when it is asked for a name that verl has not."""
 
     def __missing__(self, name: str) -> Any:
-        importlib.import_module(_REGISTERS)
+        if imported_here() == OURS:
+            importlib.import_module(_REGISTERS)
         if name not in self:
             raise KeyError(name)
         return self[name]
@@ -41,7 +49,30 @@ def know_recipe(module: Any) -> None:
 
 def know_keys(module: Any) -> None:
     """Hydra finds the recipe's keys; ``module`` is one that verl's command imports first."""
-    importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
+    if imported_here() == OURS:
+        importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
+
+
+def keep_to_recipe(module: Any) -> None:
+    """verl's commands refuse a config of the recipe that another trainer would train, without a word of its keys.
+
+    All call ``auto_set_device`` of ``module`` (``verl.utils.device``) first, and the recipe's commands do not.
+    """
+    original = module.auto_set_device
+
+    @functools.wraps(original)
+    def auto_set_device(config: Any) -> None:
+        section: Any = OmegaConf.select(config, _MODE)
+        if OmegaConf.is_dict(section) and section.get("enable") and imported_here() == OURS:
+            use_v1, mode = (OmegaConf.select(config, f"trainer.{key}") for key in ("use_v1", "v1.trainer_mode"))
+            if not use_v1 or mode != _MODE:
+                raise ValueError(
+                    f"trainer.use_v1={use_v1} trainer.v1.trainer_mode={mode}: True and {_MODE} by verl's own command, with "
+                    "partial_rollout.enable=True; partial-rollout train takes use_v1=False too"
+                )
+        original(config)
+
+    module.auto_set_device = auto_set_device
 
 
 def has_queue(patch: str) -> None:

@@ -338,6 +338,19 @@ def test_verls_own_command_composes_the_recipes_configs_with_its_keys():
     assert config.partial_rollout.overlap == 1.25 and config.trainer.v1.trainer_mode == "partial_rollout"
 
 
+@pytest.mark.parametrize("given", [["trainer.use_v1=False"], ["trainer.use_v1=True", "trainer.v1.trainer_mode=sync"]])
+def test_verls_own_command_refuses_to_train_the_recipes_config_with_another_trainer(composed_config, given):
+    from verl.trainer import main_ppo
+
+    with pytest.raises(
+        ValueError, match=r"trainer\.v1\.trainer_mode=\w+: True and partial_rollout by verl's own command"
+    ):
+        main_ppo.main.__wrapped__(composed_config("quickstart_cpu", *given))
+    for fits in (["trainer.use_v1=True"], [*given, "partial_rollout.enable=False"]):
+        main_ppo.auto_set_device(composed_config("quickstart_cpu", *fits))
+    main_ppo.auto_set_device(OmegaConf.create({"trainer": {}, "partial_rollout": True}))
+
+
 def test_means_of_v1_are_those_of_the_rows_that_train_and_speculation_takes_its_mask():
     from verl.trainer.ppo.v1 import trainer_base
 

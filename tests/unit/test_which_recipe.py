@@ -62,6 +62,12 @@ def test_script_refuses_a_foreign_checkout_around_it_and_one_on_pythonpath(forei
     assert "this process would import" in line and f"take {foreign} off PYTHONPATH" in line
 
 
+def test_verl_itself_works_where_another_recipe_hides_ours(foreign):
+    """Our patches are in every process that imports verl."""
+    done = python("-c", "import verl.trainer.constants_ppo as module; print(module.__name__)", cwd=foreign)
+    assert done.stdout.strip().endswith("verl.trainer.constants_ppo"), done.stderr
+
+
 def test_script_refuses_a_package_that_hides_every_recipe_but_its_own(script, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "__init__.py").touch()

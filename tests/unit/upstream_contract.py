@@ -50,6 +50,8 @@ verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer tr
     reads: _enable_hybrid_replicas
 verl.trainer.constants_ppo <- task_runner plugin
     calls: get_ppo_ray_runtime_env(config)
+verl.utils.device <- plugin v1
+    calls: auto_set_device(config)
 transfer_queue <- rounds trainer task_runner
     has: KVBatchMeta close
     calls: init(conf) kv_list(partition_id) kv_batch_put(*, keys, partition_id, fields, tags)
