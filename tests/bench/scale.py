@@ -27,7 +27,6 @@ from ray.exceptions import GetTimeoutError
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import Prompt
-from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.table import Table
@@ -108,7 +107,7 @@ class ScaleRow:
 def run(options: argparse.Namespace) -> int:
     """Print a row a size; exit code 1 when one is over the bound."""
     median, mean, cap = options.lognormal
-    lengths = lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=_GROUP)
+    lengths = LengthTrace.lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=_GROUP)
     rows = []
     for replicas in options.replicas:
         # A Ray of its own for each size, unless the caller has one: what the last size left must not slow the next.

@@ -16,9 +16,9 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.tools.lengths import of_run
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
 from recipe.partial_rollout.tools.planner.rounds import Simulation, baseline
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.table import Table
 
@@ -69,7 +69,7 @@ def replay(run: RunRecord) -> Replay:
     cluster = Cluster(curve, run.settings.replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None
-    simulation = Simulation(settings, cluster, of_run(run), seed=None, groups=groups)
+    simulation = Simulation(settings, cluster, LengthTrace.of_run(run), seed=None, groups=groups)
     played, steps = list(simulation.rounds(len(run.steps)))[1:], run.steps[1:]
     batches = [round_.batch for round_ in played]
     measured_s = sum(step.round.phase.seconds for step in steps)

@@ -6,13 +6,13 @@ from msgspec import structs
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from tests.unit.shared import settings_of
 
-LENGTHS = lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
+LENGTHS = LengthTrace.lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 POLICIES = [Scheduling(policy) for policy in SchedulingPolicy]
 
 
@@ -122,7 +122,7 @@ def test_calls_under_one_load_show_no_curve():
 
 @pytest.mark.parametrize("scheduling", [*POLICIES, Scheduling(overtake=0)], ids=str)
 def test_simulation_trains_every_group_once_within_the_bound(scheduling):
-    lengths = lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
+    lengths = LengthTrace.lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
     cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
     settings = sized(max_staleness=2, scheduling=scheduling)
     simulation = Simulation(settings, cluster, lengths, seed=None, groups=40)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.tools.lengths import lognormal
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster
 from recipe.partial_rollout.tools.planner.rounds import forecast
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from tests.studies.quorum.estimators import ESTIMATORS, Record, baseline
 from tests.studies.quorum.rounds import Batch, Job, play
 
 CURVE = PRESETS["h20-qwen3-4b"]
-LENGTHS = lognormal(median=300, mean=360, cap=1838, samples_per_group=8, groups=512)
+LENGTHS = LengthTrace.lognormal(median=300, mean=360, cap=1838, samples_per_group=8, groups=512)
 
 
 def played(quorum: int, overlap: float, batches: int, max_staleness: int = 4) -> list[Batch]:

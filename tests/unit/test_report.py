@@ -399,7 +399,7 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
 def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
     # In turns: 200 tokens in a rollout of 10 s, by one of two replicas; timers of the steps say 20, 12 and 18 s.
     def shown(run):
-        each = Shown(run.settings, run.steps[0], run.decoding[0], True)
+        each = Shown(run.settings, run.steps[0], True)
         return _speed(each), _bubble(each)
 
     assert shown(load_run(in_turns(tmp_path / "noPR"))) == (pytest.approx(10), pytest.approx(7 / 8))

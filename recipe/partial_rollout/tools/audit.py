@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from msgspec import structs
 
-from recipe.partial_rollout.records.run_log import NAME, Arm, Checkpoint, Ended, Event, Round, RunSettings, TrainedGroup
+from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, Event, Round, RunSettings, TrainedGroup
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
@@ -65,23 +65,22 @@ class Entry:
             _keys(group.uid for group in round_.filtered),
             masked=sum(group.masked for group in groups),
             staleness=max((age for group in groups for age in group.staleness), default=0),
-            faults=(
-                *_faults_of_round(round_),
-                *(line for group in groups for line in _faults_of_group(group, round_.step, settings)),
-            ),
+            faults=tuple(_faults(round_, settings)),
         )
 
 
-def _faults_of_round(round_: Round) -> Iterator[str]:
+def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
+    """What is wrong with a round and its groups under ``settings``, a line each."""
     step, version = round_.step, round_.version
     if (latest := round_.phase.column("version").max(initial=-1)) > version:
         yield f"the round of step {step} under version {version} has engine calls of version {latest}"
     if round_.lost_samples:
         yield f"{round_.lost_samples} samples were unaccounted for after the round of step {step}"
+    for group in round_.trained:
+        yield from _faults_of_group(group, step, settings)
 
 
 def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> Iterator[str]:
-    """What is wrong with a group that ``step`` trained under ``settings``, a line each."""
     for index, staleness in enumerate(group.staleness):
         if staleness > settings.max_staleness:
             yield (
@@ -336,9 +335,8 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
     """
     cut_off: list[str] = []
     events = read_log(run_dir, cut_off)
-    first = next(events, None)
-    if not isinstance(first, RunSettings):
-        raise RunRecordError(f"{run_dir / NAME} has no event")
+    first = next(events)
+    assert isinstance(first, RunSettings), "read_log has looked"
     if first.arm is Arm.NOPR:
         raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
     return Audit(first, events), len(cut_off)

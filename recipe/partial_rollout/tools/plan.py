@@ -21,7 +21,6 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.tools.command_line import described
-from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
@@ -84,24 +83,20 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         help="distribution of response lengths, in tokens",
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="tokens of each prompt (default: those of --run, else 0)"
-    )
-    parser.add_argument(
         "--curve",
         metavar="CURVE",
         help=f"engine speed: {' or '.join(PRESETS)} (assumed, not measured), or a JSON file of EngineCurve's fields",
     )
     parser.add_argument("--save-curve", type=Path, metavar="FILE", help="write the engine curve to this file")
-    parser.add_argument("--batch", type=int, metavar="N", help="groups that a step trains")
-    parser.add_argument("--group", type=int, metavar="N", help="samples in a group")
-    parser.add_argument("--replicas", type=int, metavar="N", help="engine replicas")
-    parser.add_argument("--slots", type=int, metavar="N", help="samples that a replica runs at once")
-    parser.add_argument(
-        "--max-staleness",
-        type=int,
-        metavar="K",
-        help=f"bound on staleness, in versions (default: that of --run, else {_MAX_STALENESS})",
-    )
+    for name, means in {
+        "prompt-tokens": "tokens of each prompt (default: those of --run, else 0)",
+        "batch": "groups that a step trains",
+        "group": "samples in a group",
+        "replicas": "engine replicas",
+        "slots": "samples that a replica runs at once",
+        "max-staleness": f"bound on staleness, in versions (default: that of --run, else {_MAX_STALENESS})",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=means)
 
 
 def _add_schedules(parser: argparse.ArgumentParser) -> None:
@@ -151,51 +146,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    run_record = load_run(options.run_directory) if options.run_directory else None
-    lengths, cluster, settings = _inputs(options, run_record)
+    record = load_run(options.run_directory) if options.run_directory else None
+    lengths, settings = _inputs(options, record)
+    curve, source = _curve(options.curve, record)
     if options.save_curve:
-        options.save_curve.write_bytes(msgspec.json.format(msgspec.json.encode(cluster.curve)))
+        options.save_curve.write_bytes(msgspec.json.format(msgspec.json.encode(curve)))
+    replicas, slots = (
+        _size(options, record, "replicas", "replicas"),
+        _size(options, record, "slots", "slots_per_replica"),
+    )
+    cluster = Cluster(curve, replicas, slots, keeps_kv=options.keep_kv)
     base = forecast(baseline(settings), cluster, lengths, rounds=options.rounds)
     plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]
     print(_describe(cluster, lengths))
     print(plan_table(plans).console())
-    print(f"\n{advice(plans, settings.max_staleness)}")
-    print(f"\n{_curve_source(options.curve)}")
-    figures = {"curve": structs.asdict(cluster.curve), "plans": [asdict(plan) for plan in plans]}
+    print(f"\n{advice(plans, settings.max_staleness)}\n\nengine curve: {source}")
     if options.json:
+        figures = {"curve": structs.asdict(curve), "plans": [asdict(plan) for plan in plans]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, Cluster, PartialRolloutConfig]:
-    def size(name: str, of_record: int | None) -> int:
-        found = of_record if (given := getattr(options, name)) is None else int(given)
-        if found is None:
-            raise ValueError(f"--{name} is missing: give it, or --run")
-        return found
-
-    run = record.settings if record else None
-    n = size("group", run and run.samples_per_group)
+def _inputs(options: argparse.Namespace, record: RunRecord | None) -> tuple[LengthTrace, PartialRolloutConfig]:
+    n = _size(options, record, "group", "samples_per_group")
     if options.lognormal:
         median, mean, cap = options.lognormal
-        lengths = lognormal(
-            median=median,
-            mean=mean,
-            cap=int(cap),
-            samples_per_group=n,
-            prompt_tokens=options.prompt_tokens or 0,
-        )
+        lengths = LengthTrace.lognormal(median=median, mean=mean, cap=int(cap), samples_per_group=n)
     elif record:
-        lengths = of_run(record)
-        if options.prompt_tokens is not None:
-            lengths = replace(lengths, prompt_tokens=options.prompt_tokens)
+        lengths = LengthTrace.of_run(record)
     else:
         raise ValueError("no lengths: give --run or --lognormal")
-    batch = size("batch", run and run.batch_groups)
+    if options.prompt_tokens is not None:
+        lengths = replace(lengths, prompt_tokens=options.prompt_tokens)
+    batch = _size(options, record, "batch", "batch_groups")
     bound = options.max_staleness if options.max_staleness is not None else _bound_of(record)
-    settings = PartialRolloutConfig(batch_groups=batch, samples_per_group=n, overlap=0.0, max_staleness=bound)
-    curve = _curve(options.curve, record)
-    replicas, slots = size("replicas", run and run.replicas), size("slots", run and run.slots_per_replica)
-    return lengths, Cluster(curve, replicas, slots, keeps_kv=options.keep_kv), settings
+    return lengths, PartialRolloutConfig(batch_groups=batch, samples_per_group=n, overlap=0.0, max_staleness=bound)
+
+
+def _size(options: argparse.Namespace, record: RunRecord | None, option: str, setting: str) -> int:
+    """What the option says, or else the run's setting."""
+    given = getattr(options, option)
+    if given is not None:
+        return given
+    if record is None:
+        raise ValueError(f"--{option} is missing: give it, or --run")
+    return getattr(record.settings, setting)
 
 
 def _bound_of(record: RunRecord | None) -> int:
@@ -205,21 +199,15 @@ def _bound_of(record: RunRecord | None) -> int:
     return _MAX_STALENESS if found is None else int(found)
 
 
-def _curve(given: str | None, record: RunRecord | None) -> EngineCurve:
+def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, str]:
+    """The curve, and where it comes from."""
     if given in PRESETS:
-        return PRESETS[given]
+        return PRESETS[given], f"ASSUMED (preset {given}); a noPR run's (--run) is measured"
     if given is not None:
-        return EngineCurve.load(Path(given))
+        return EngineCurve.load(Path(given)), given
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
-    return fit(call for round_ in record.rounds for call in round_.phase.calls)
-
-
-def _curve_source(given: str | None) -> str:
-    """Where the engine curve comes from, in a line."""
-    if given in PRESETS:
-        return f"engine curve: ASSUMED (preset {given}); a noPR run's (--run) is measured"
-    return "engine curve: fitted to the calls of --run" if given is None else f"engine curve: {given}"
+    return fit(record.calls), "fitted to the calls of --run"
 
 
 def _options(

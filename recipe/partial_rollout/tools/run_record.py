@@ -62,6 +62,8 @@ class Step:
 
     round: Round
     metrics: dict[str, float] = field(repr=False)
+    decoding: RolloutPhase = field(repr=False)
+    """What the engines ran in the span of its round."""
 
     @property
     def number(self) -> int:
@@ -120,10 +122,9 @@ class RunRecord:
         return max([trained, *(phase.end for phase in self.phases if phase.step == last.number)])
 
     @property
-    def decoding(self) -> list[RolloutPhase]:
-        """[step] what the engines ran in the span of each round; computed anew each time."""
-        phases = [round_.phase for round_ in self.rounds]
-        return dealt(phases) if self.settings.separate else phases
+    def calls(self) -> CallColumns:
+        """Engine calls of all rounds; joined anew each time."""
+        return CallColumns.joined(round_.phase.calls for round_ in self.rounds)
 
     @property
     def trained_groups(self) -> list[TrainedGroup]:
@@ -200,8 +201,7 @@ def load_run(directory: Path) -> RunRecord:
                 complete = event.complete
             case Phase():
                 phases.append(event)
-    if settings is None:
-        raise RunRecordError(f"{directory}: its run.jsonl has no event")
+    assert settings, "the first event that a log has"
     standing = list(rounds.standing())
     if undone := Counter(round_.step for round_ in rounds.all()) - Counter(round_.step for round_ in standing):
         warnings.append(
@@ -211,7 +211,7 @@ def load_run(directory: Path) -> RunRecord:
     metrics: dict[int, dict[str, float]] = {}
     for line in read_metrics(directory / METRICS, warnings):
         metrics.setdefault(line.step, {}).update(line.values)
-    steps = _join(directory, standing, metrics, warnings)
+    steps = _join(directory, standing, metrics, warnings, separate=settings.separate)
     timer, traced = sum(step.seconds("gen") for step in steps), sum(step.round.phase.seconds for step in steps)
     # With separate placement verl's timer is the trainer's wait, and the rounds cover the run.
     if not settings.separate and abs(timer - traced) > CLOCK_TOLERANCE * max(timer, traced):
@@ -222,11 +222,16 @@ def load_run(directory: Path) -> RunRecord:
 
 
 def _join(
-    directory: Path, rounds: list[Round], metrics: dict[int, dict[str, float]], warnings: list[str]
+    directory: Path,
+    rounds: list[Round],
+    metrics: dict[int, dict[str, float]],
+    warnings: list[str],
+    *,
+    separate: bool,
 ) -> list[Step]:
     timed = {step for step, values in metrics.items() if "timing_s/step" in values}
-    steps = [Step(round_, metrics[round_.step]) for round_ in rounds if round_.step in timed]
-    if not steps:
+    counted = [round_ for round_ in rounds if round_.step in timed]
+    if not counted:
         raise RunRecordError(
             f"{directory}: no step has both a round in run.jsonl and timing_s/step in metrics.jsonl; "
             "let the run finish a step, and keep 'file' in trainer.logger"
@@ -236,7 +241,9 @@ def _join(
         warnings.append(f"{directory}: steps {_ranges(untimed)} have a round but no timers in metrics.jsonl; left out")
     if untraced := timed - traced:
         warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in run.jsonl; left out")
-    return steps
+    phases = [round_.phase for round_ in counted]
+    decoding = dealt(phases) if separate else phases
+    return [Step(each, metrics[each.step], phase) for each, phase in zip(counted, decoding, strict=True)]
 
 
 def _ranges(numbers: set[int]) -> str:

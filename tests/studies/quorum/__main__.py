@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.tools.lengths import lognormal, of_run
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, EngineCurve
+from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.studies.quorum.estimators import ALGORITHMS, ESTIMATORS, trained
 from tests.studies.quorum.groups import Responses, careful, made_up, of_size, sampled
@@ -43,12 +43,12 @@ def traces(n: int) -> dict[str, tuple[Job, np.ndarray]]:
         found["the same, bound 16"] = (replace(job, max_staleness=16), lengths)
     if n == 4:
         run = load_run(Path(__file__).parents[1] / "results" / "smollm_noPR")
-        found["SmolLM2's run"] = (Job(8, n, SMOLLM), of_run(run).groups)
+        found["SmolLM2's run"] = (Job(8, n, SMOLLM), LengthTrace.of_run(run).groups)
     else:
         found["SmolLM2"] = (Job(8, n, SMOLLM), of_size(sampled("smollm"), n)[0])
     curve = PRESETS["h20-qwen3-4b" if n == 8 else "h100-qwen3-4b"]
     for name, median in ("lognormal", 3000), ("lognormal, longer tail", 2200):
-        lengths = lognormal(median=median, mean=3627, cap=18384, samples_per_group=n, groups=2048).groups
+        lengths = LengthTrace.lognormal(median=median, mean=3627, cap=18384, samples_per_group=n, groups=2048).groups
         found[name] = (Job(512 // n, n, curve, replicas=16, prompt_tokens=100), lengths)
     return found
 

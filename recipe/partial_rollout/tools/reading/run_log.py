@@ -39,7 +39,7 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
         warnings: gets a line for each torn line that is skipped.
 
     Raises:
-        RunRecordError: the file is missing, or a line is not an event of this run; names it.
+        RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
     """
     path, settings = run_dir / NAME, None
     if not path.exists() and (run_dir / "run.json").exists():
@@ -55,6 +55,8 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
         elif isinstance(event, Phase):
             _check_span(event, place)
         yield event
+    if settings is None:
+        raise RunRecordError(f"{path} has no event")
 
 
 def _columns(round_: Round, settings: RunSettings, place: str) -> CallColumns:

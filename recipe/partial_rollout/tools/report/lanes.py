@@ -15,7 +15,6 @@ from enum import StrEnum
 import numpy as np
 
 from recipe.partial_rollout.records.run_log import PhaseName
-from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 
@@ -79,7 +78,7 @@ def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | Non
 
 def lanes_of(run: RunRecord) -> Lanes:
     """The lanes of a run of any arm; one without separate placement waits while its engines run a round."""
-    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    calls = run.calls
     ran, replica = np.stack([calls.column("busy_from"), calls.column("end")], axis=1), calls.column("replica")
     spans = {name: [(p.start, p.end) for p in run.phases if p.name == name] for name in PhaseName}
     if not run.settings.separate:

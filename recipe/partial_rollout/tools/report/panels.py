@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from recipe.partial_rollout.records.figures import bubble_fraction, length_sigmas
-from recipe.partial_rollout.records.run_log import RolloutPhase, RunSettings
+from recipe.partial_rollout.records.run_log import RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
 from recipe.partial_rollout.tools.report.summary import ratio
@@ -29,8 +29,6 @@ class Shown:
 
     settings: RunSettings
     step: Step
-    decoding: RolloutPhase
-    """What the engines ran in the span of its round."""
     whole: bool
     """Whether figures of the engines are over whole steps, not over rollouts: one run's rollout has no end."""
 
@@ -53,16 +51,16 @@ def _mean(values: list[int]) -> float | None:
 def _seconds(shown: Shown) -> float:
     """Those that the figures of the engines are over."""
     if shown.settings.separate:
-        return shown.decoding.seconds
+        return shown.step.decoding.seconds
     return shown.step.seconds("step" if shown.whole else "gen")
 
 
 def _speed(shown: Shown) -> float | None:
-    return ratio(shown.decoding.decoded_tokens, _seconds(shown))
+    return ratio(shown.step.decoding.decoded_tokens, _seconds(shown))
 
 
 def _bubble(shown: Shown) -> float | None:
-    empty = bubble_fraction([shown.decoding], shown.settings.full_concurrency)
+    empty = bubble_fraction([shown.step.decoding], shown.settings.full_concurrency)
     if empty is None or shown.settings.separate or not shown.whole:
         return empty
     return 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
@@ -102,11 +100,7 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
     grid = figure.subplots(3, 3)
     over = "over the whole step" if comparison.separate else "in rollout"
     runs = [
-        [
-            Shown(side.run.settings, *pair, comparison.separate)
-            for pair in zip(side.run.steps, side.run.decoding, strict=True)
-        ]
-        for side in comparison.sides
+        [Shown(side.run.settings, step, comparison.separate) for step in side.run.steps] for side in comparison.sides
     ]
     *by_step, last = grid.flat
     for axes, panel in zip(by_step, PANELS, strict=True):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 
@@ -34,7 +33,7 @@ class Segments:
 
 def segments_of(run: RunRecord) -> Segments:
     """The calls of `run`, of the steps that count, and what lay between them."""
-    calls = CallColumns.joined(round_.phase.calls for round_ in run.rounds)
+    calls = run.calls
     names = {name: code for code, name in enumerate(dict.fromkeys(calls.column("sample")))}
     left, begin, back = calls.between_turns()
     # A tool's bar has the place of the call before it.

@@ -163,6 +163,10 @@ def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
 
 
+def _bubble(run: RunRecord) -> float | None:
+    return bubble_fraction([step.decoding for step in run.steps], run.settings.full_concurrency)
+
+
 def _device_use(run: RunRecord) -> float | None:
     """Mean over the steps that log it, by the seconds of their rounds."""
     key = "partial_rollout/rollout/device_use"
@@ -216,7 +220,7 @@ FIGURES: dict[str, Figure] = {
     "total_s": Figure(lambda whole: whole.phases_s["step"] + whole.phases_s["testing"]),
     "validation": Figure(lambda whole: _validation(whole.run)),
     "steps": Figure(lambda whole: len(whole.run.steps)),
-    "bubble_fraction": Figure(lambda whole: bubble_fraction(whole.run.decoding, whole.run.settings.full_concurrency)),
+    "bubble_fraction": Figure(lambda whole: _bubble(whole.run)),
     "device_use": Figure(lambda whole: _device_use(whole.run)),
     "staleness": Figure(lambda whole: spread([age for step in whole.run.steps for age in step.staleness])),
     "trained_groups": Figure(

@@ -17,7 +17,6 @@ from msgspec import structs
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
 from recipe.partial_rollout.records.run_log import PhaseName
-from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
@@ -94,10 +93,7 @@ def _cut(side: Side, rounds: slice) -> Side:
 
 def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
     """The run with calls and phases cut where `rounds` end: neither stops there by itself."""
-    steps = [
-        dataclasses.replace(step, round=structs.replace(step.round, phase=phase))
-        for step, phase in zip(run.steps, run.decoding, strict=True)
-    ]
+    steps = [dataclasses.replace(step, round=structs.replace(step.round, phase=step.decoding)) for step in run.steps]
     end = run.rounds[rounds][-1].phase.end
     phases = [structs.replace(phase, end=min(phase.end, end)) for phase in run.phases if phase.start < end]
     return dataclasses.replace(run, steps=steps, phases=phases)
@@ -179,7 +175,7 @@ def _figures(side: Side) -> str:
 
 def _whole_curve(run: RunRecord) -> RunningCurve:
     """The rounds' curves one after another; every one ends at 0, so nothing runs between rounds that do not touch."""
-    curves = [running_curve(phase, run.settings.replicas) for phase in run.decoding]
+    curves = [running_curve(phase, run.settings.replicas) for phase in (step.decoding for step in run.steps)]
     return RunningCurve(
         np.concatenate([curve.times for curve in curves]), np.concatenate([curve.running for curve in curves], axis=1)
     )
@@ -187,14 +183,10 @@ def _whole_curve(run: RunRecord) -> RunningCurve:
 
 def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[point] moments (unix seconds), running samples, and those that are between two turns; steps, as ``RunningCurve``."""
-    _, left, back = _between_turns(run)
+    _, left, back = run.calls.between_turns()
     times = np.unique(np.concatenate([curve.times, left, back]))
     at, gone, returned = (np.searchsorted(np.sort(each), times, side="right") for each in (curve.times, left, back))
     return times, curve.running.sum(axis=0)[at - 1], gone - returned
-
-
-def _between_turns(run: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return CallColumns.joined(round_.phase.calls for round_ in run.rounds).between_turns()
 
 
 def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
