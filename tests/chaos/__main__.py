@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError
+from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import described

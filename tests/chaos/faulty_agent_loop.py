@@ -20,7 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
-from recipe.partial_rollout.checkpoint.plain_state import write_atomically
+from recipe.partial_rollout.checkpoint.manifest import write_atomically
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from tests.chaos.effects import TRANSCRIPTS
 from tests.chaos.faults import ORDERS, Kind

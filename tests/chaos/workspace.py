@@ -27,7 +27,7 @@ from uuid import uuid4
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-from recipe.partial_rollout.checkpoint.plain_state import write_atomically
+from recipe.partial_rollout.checkpoint.manifest import write_atomically
 
 _PARTS = ("files", "calls")
 _SCHEMA = {

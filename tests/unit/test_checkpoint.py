@@ -19,7 +19,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.checkpoint import run_checkpoints as checkpoint
-from recipe.partial_rollout.checkpoint.plain_state import write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.rows import check_rows

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager

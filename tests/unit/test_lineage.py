@@ -12,7 +12,7 @@ import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from recipe.partial_rollout.checkpoint import run_checkpoints
-from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup

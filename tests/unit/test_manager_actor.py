@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from recipe.partial_rollout.checkpoint.plain_state import TornCheckpointError
+from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.config.settings import FilterSettings, Mode
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor

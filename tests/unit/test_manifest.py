@@ -6,7 +6,7 @@ import json
 import pytest
 
 from recipe.partial_rollout.checkpoint import manifest
-from recipe.partial_rollout.checkpoint.plain_state import ForeignCheckpointError, TornCheckpointError, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import Lineage
 from tests.unit.shared import damaged
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.partial_rollout import main_ppo, task_runner
-from recipe.partial_rollout.checkpoint.plain_state import write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tasks.clock10.model import build_model

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from recipe.partial_rollout.checkpoint import plain_state
-from recipe.partial_rollout.checkpoint.plain_state import (
+from recipe.partial_rollout.checkpoint.manifest import (
     ForeignCheckpointError,
     TornCheckpointError,
     read_snapshot,

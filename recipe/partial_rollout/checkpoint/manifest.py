@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint, written last: a step directory with a valid one is whole.
+"""The files of a checkpoint: states, each one packed dictionary, and a manifest, written last, with the hash of each.
+
+A step directory with a valid manifest is whole, and it is verified before any state is read.
 
 ``begin`` marks a directory before anything is written to it, ``seal`` ends it::
 
@@ -10,6 +12,7 @@ A directory that was begun and not sealed is torn; one that was never begun is f
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +20,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from recipe.partial_rollout.checkpoint.plain_state import (
-    foreign,
-    sync,
-    torn,
-    write_atomically,
-)
+from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
 
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
@@ -31,6 +29,14 @@ Format = Literal[4]
 """of manifest and state files, whatever of them changes"""
 
 STEP = re.compile(r"global_step_([0-9]+)")
+
+
+class TornCheckpointError(RuntimeError):
+    """A checkpoint of partial rollout that is not whole."""
+
+
+class ForeignCheckpointError(RuntimeError):
+    """A checkpoint that this version of the recipe did not make."""
 
 
 class ListedFile(Struct, frozen=True):
@@ -80,6 +86,33 @@ def begin(step_dir: Path) -> None:
 def state_file(step_dir: Path, part: str, state: str) -> Path:
     """The file of ``part`` (``manager``, ``source``) in the checkpoint whose manifest says ``state``."""
     return step_dir / DIRECTORY / f"{part}-{state}.state"
+
+
+def write_snapshot(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state``, atomically.
+
+    Raises:
+        UnsaveableError: it holds a value that is neither plain nor numpy; the message names its path.
+    """
+    write_atomically(path, pack(state))
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """The dictionary that was written.
+
+    Raises:
+        TornCheckpointError: the file is missing.
+        ForeignCheckpointError: it is not a snapshot.
+    """
+    try:
+        state = unpack(path.read_bytes())
+    except FileNotFoundError:
+        raise torn(path, "it is missing") from None
+    except ValueError as error:
+        raise foreign(path, f"it is {error}") from None
+    if not isinstance(state, dict):
+        raise foreign(path, f"it holds a {type(state).__name__}, not a dictionary")
+    return state
 
 
 def seal(step_dir: Path, manifest: Manifest) -> None:
@@ -141,3 +174,41 @@ def read(step_dir: Path) -> Manifest:
         raise foreign(step_dir, f"its manifest is not of this version's format ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise torn(step_dir, changed) from None
+
+
+def torn(path: Path, reason: str) -> TornCheckpointError:
+    """The one-line error for a checkpoint that is not whole."""
+    return TornCheckpointError(
+        f"{path} is torn: {reason}; resume from an earlier step (trainer.resume_mode=auto finds the newest whole one)"
+    )
+
+
+def foreign(path: Path, reason: str) -> ForeignCheckpointError:
+    """The one-line error for a checkpoint that this recipe did not make."""
+    return ForeignCheckpointError(
+        f"{path} cannot be resumed by partial rollout: {reason}; "
+        f"set another trainer.default_local_dir, or trainer.resume_mode=disable to start over"
+    )
+
+
+# -- durable files ------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` under a temporary name, fsync, rename, fsync the directory."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync file or directory ``path`` to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

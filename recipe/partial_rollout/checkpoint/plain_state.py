@@ -1,7 +1,4 @@
-"""The state files of a checkpoint: plain Python and numpy values as msgpack, and files that are whole or absent.
-
-What is read back can only be data, never code. A state file is one packed dictionary, sealed with its checkpoint:
-``manifest`` has the hash of each, and is verified before any is read.
+"""Plain Python and numpy values as msgpack: what is read back can only be data, never code.
 
 Extension types cover arrays (dtype, shape, bytes), numpy scalars, object arrays and tuples (by elements). A value of any
 other type is refused with its path; nothing is pickled or silently turned into text. Only bytearrays and memoryviews come
@@ -10,9 +7,7 @@ back as bytes.
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -130,76 +125,3 @@ def _extension(code: int, data: bytes) -> Any:
         raise ValueError(f"dtype {dtype!r} is not allowed")
     array = np.ndarray([int(side) for side in shape], dtype, bytearray(raw))
     return array if code == _ARRAY else array[()]
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-class TornCheckpointError(RuntimeError):
-    """A checkpoint of partial rollout that is not whole."""
-
-
-class ForeignCheckpointError(RuntimeError):
-    """A checkpoint that this version of the recipe did not make."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` under a temporary name, fsync, rename, fsync the directory."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Sync file or directory ``path`` to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_snapshot(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state``, atomically.
-
-    Raises:
-        UnsaveableError: it holds a value that is neither plain nor numpy; the message names its path.
-    """
-    write_atomically(path, pack(state))
-
-
-def read_snapshot(path: Path) -> dict[str, Any]:
-    """The dictionary that was written.
-
-    Raises:
-        TornCheckpointError: the file is missing.
-        ForeignCheckpointError: it is not a snapshot.
-    """
-    try:
-        state = unpack(path.read_bytes())
-    except FileNotFoundError:
-        raise torn(path, "it is missing") from None
-    except ValueError as error:
-        raise foreign(path, f"it is {error}") from None
-    if not isinstance(state, dict):
-        raise foreign(path, f"it holds a {type(state).__name__}, not a dictionary")
-    return state
-
-
-def torn(path: Path, reason: str) -> TornCheckpointError:
-    """The one-line error for a checkpoint that is not whole."""
-    return TornCheckpointError(
-        f"{path} is torn: {reason}; resume from an earlier step (trainer.resume_mode=auto finds the newest whole one)"
-    )
-
-
-def foreign(path: Path, reason: str) -> ForeignCheckpointError:
-    """The one-line error for a checkpoint that this recipe did not make."""
-    return ForeignCheckpointError(
-        f"{path} cannot be resumed by partial rollout: {reason}; "
-        f"set another trainer.default_local_dir, or trainer.resume_mode=disable to start over"
-    )

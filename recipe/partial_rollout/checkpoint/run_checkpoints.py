@@ -37,8 +37,19 @@ import msgspec
 from filelock import FileLock, SoftFileLock, Timeout
 from msgspec import Struct
 
-from recipe.partial_rollout.checkpoint.manifest import DIRECTORY, STEP, Manifest, begin, read, seal, state_file, verify
-from recipe.partial_rollout.checkpoint.plain_state import ForeignCheckpointError, TornCheckpointError, write_atomically
+from recipe.partial_rollout.checkpoint.manifest import (
+    DIRECTORY,
+    STEP,
+    ForeignCheckpointError,
+    Manifest,
+    TornCheckpointError,
+    begin,
+    read,
+    seal,
+    state_file,
+    verify,
+    write_atomically,
+)
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.waits import one_line
 

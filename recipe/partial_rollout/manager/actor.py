@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import encode

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.checkpoint.plain_state import ForeignCheckpointError, TornCheckpointError
+from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, trainer_devices

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from recipe.partial_rollout.checkpoint.plain_state import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RolloutPhase, RunLog, RunSettings
