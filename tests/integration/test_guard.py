@@ -102,5 +102,5 @@ def test_worker_that_hangs_in_a_question_or_while_the_batch_is_awaited_is_replac
         return "complete"
 
     began = time.monotonic()
-    assert asyncio.run(guard.wait_batch(batch)) == "complete"
+    assert asyncio.run(guard.wait_batch(batch())) == "complete"
     assert time.monotonic() - began < 1 + INTERRUPT_S + 10

@@ -16,8 +16,8 @@ WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "_begun, by the guard",
+    "rollout/driver.py _ready_batch": "the guard, in the next line",
     "rollout/driver.py finish_step": "the guard, in the next line",
-    "rollout/guard.py wait_batch": "_watch_manager_and_workers",
     "rollout/guard.py _watch_engines": "_watch_manager_and_workers, beside it",
     "rollout/guard.py _look_after": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
     "rollout/replicas.py announce_restarted": "within interrupt_s, in the next line",

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.partial_rollout.config.settings import Deadlines, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.types import Prompt
+from recipe.partial_rollout.manager.types import Prompt, PromptsWanted
 from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
@@ -268,6 +268,21 @@ async def test_separate_step_is_booked_from_the_batch_before_to_this_one():
         assert first.until == second.since and 0 <= second.waits["wait_s"] <= second.until - second.since
         assert [first.step, second.step] == [1, 2]
         assert first.admitted == ("0/0", "0/1") and second.admitted == ("0/2",)
+
+
+@both
+async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
+    async with life(5, 5, 5, 5, placement=placement) as one:
+        answers, asked, offer = [PromptsWanted(2)], one.manager.wait_batch, one.manager.offer
+        one.manager.offer = AsyncMock(side_effect=offer)
+
+        async def wait_batch(stop):
+            return answers.pop() if answers else await asked(stop)
+
+        one.manager.wait_batch = wait_batch
+        (group,) = await one.batch(1)
+        (((prompts, left), _),) = one.manager.offer.await_args_list
+        assert (group.uid, [prompt.uid for prompt in prompts], left) == ("0/0", ["0/2", "0/3"], 0)
 
 
 async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in_the_step_that_had_it(monkeypatch):

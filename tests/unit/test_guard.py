@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout import stop as stop_module
 from recipe.partial_rollout.rollout import workers as workers_module
@@ -88,7 +88,6 @@ class Life:
             stop=self.stop,
             trainers=trainers,
             control=SimpleNamespace(load=load),
-            source=None,
         )
         self.guard = Guard(self.session, handle, self.pool)
 
@@ -123,7 +122,7 @@ async def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_rele
     async with life() as one:
         await one.guard.wait(one.pool.open_round(), "opening the round", key=None)
         main, dead = asyncio.get_running_loop().create_future(), one.workers[1]
-        waiting = asyncio.create_task(one.guard.wait_batch(lambda: main))
+        waiting = asyncio.create_task(one.guard.wait_batch(main))
         await asyncio.sleep(0.01)
         dead.end(RayActorError())
         await asyncio.sleep(0.05)
@@ -167,7 +166,7 @@ async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_
     monkeypatch.setattr(stop_module, "_LOOK_EVERY_S", 0.01)
     async with life(deadlines=Deadlines(interrupt_s=5)) as one:
         dead, one.connecting_s = one.workers[1], 0.1
-        waiting = asyncio.create_task(one.guard.wait_batch(lambda: asyncio.sleep(9 if stopped else 0.04, "complete")))
+        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(9 if stopped else 0.04, "complete")))
         await asyncio.sleep(0.01)
         dead.end(RayActorError())
         await asyncio.sleep(0.01)
@@ -185,7 +184,7 @@ async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
     async with life(restarts=0) as one:
         one.workers[0].hangs.add("__ray_ready__")
         with pytest.raises(WorkerLostError, match=rf"{said}.*restarts=0"):
-            await one.guard.wait_batch(hangs)
+            await one.guard.wait_batch(hangs())
         assert one.killed == [one.workers[0]]
 
 
@@ -207,7 +206,7 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
 async def test_manager_that_does_not_answer_ends_the_round():
     async with life(manager=AsyncMock(**{"standing.side_effect": hangs})) as one:
         with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):
-            await one.guard.wait_batch(hangs)
+            await one.guard.wait_batch(hangs())
 
 
 def trainer(*script):
@@ -220,7 +219,7 @@ async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
     async with life(trainers=[trainer(), trainer(None, ActorDiedError())]) as one:
         batch = asyncio.ensure_future(hangs())
         with pytest.raises(TrainerLostError, match=r"trainer 1 of 2 died during the round: ActorDiedError"):
-            await one.guard.wait_batch(lambda: batch)
+            await one.guard.wait_batch(batch)
         await asyncio.wait([batch])
         assert batch.cancelled()
 
@@ -228,16 +227,8 @@ async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
 async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
     away = trainer(out_of_reach())
     async with life(trainers=[away]) as one:
-        assert await one.guard.wait_batch(lambda: asyncio.sleep(0.2, "ready")) == "ready"
+        assert await one.guard.wait_batch(asyncio.sleep(0.2, "ready")) == "ready"
         assert away.__ray_ready__.remote.await_count > 2
-
-
-async def test_manager_that_wants_prompts_gets_what_the_source_has():
-    async with life() as one:
-        one.session.source = SimpleNamespace(take=lambda count: [f"prompt {count}"], left=7)
-        answers = iter([PromptsWanted(2), "complete"])
-        assert await one.guard.wait_batch(lambda: asyncio.sleep(0, next(answers))) == "complete"
-        one.manager.offer.assert_awaited_once_with(["prompt 2"], 7)
 
 
 # -- engines that decode keep the stall away -----------------------------------------------------------------------------
@@ -271,5 +262,5 @@ async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_
     one = Life(manager=actor, tokens=itertools.chain(range(1, 10), itertools.repeat(10)))
     began = time.monotonic()
     with pytest.raises(RolloutFailedError, match=r"no sample reported and no engine made a token for .*; 1 unfinished"):
-        await asyncio.wait_for(one.guard.wait_batch(lambda: actor.wait_batch(True)), 5)
+        await asyncio.wait_for(one.guard.wait_batch(actor.wait_batch(True)), 5)
     assert time.monotonic() - began > 3 * QUICK.stall_s

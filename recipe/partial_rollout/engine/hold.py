@@ -35,11 +35,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
-
-if TYPE_CHECKING:
-    import torch
 
 UNKNOWN = -1
 """version of a server that was not told any"""
@@ -166,13 +163,3 @@ def salt_of(request_id: str, version: int | None) -> str:
     if not mark:
         return f"version {version}"
     return f"group {group} begun {call.partition(_MARK)[0] or version}"
-
-
-def newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
-    """[B, R] bool, tokens that the weights ``version`` sampled in samples begun by older weights.
-
-    Args:
-        versions: [B, R], of each token; below 0 where none was sampled.
-    """
-    older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
-    return (versions == version) & older

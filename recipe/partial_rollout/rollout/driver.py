@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe.partial_rollout.manager.actor import RayObjects
-from recipe.partial_rollout.manager.types import Prompt, StepAccount, TakenGroup, VersionStart
+from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.progress import show_round
@@ -212,12 +212,7 @@ class Driver:
             raise RuntimeError(f"the rollout is {self._state}, not running: no batch can complete")
         start, began, opened_at = self._start, time.monotonic(), time.time()
         try:
-            ready = await self._guard.wait_batch(
-                lambda: self._manager.wait_batch.remote(self._stops),
-                lambda: show_round(
-                    step, began, session.settings.batch_groups, self._control.load, self._manager.standing.remote
-                ),
-            )
+            ready = await self._ready_batch(step, began)
         except StopTraining:
             await self._suspend()
             raise
@@ -239,6 +234,17 @@ class Driver:
             await self._take_prompts(ready.wanted)
             self._begin_version(step)
         return groups
+
+    async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
+        """The batch, once it is complete; whenever the manager wants prompts first, it gets them."""
+        size, source = self._session.settings.batch_groups, self._session.source
+        while True:
+            showing = show_round(step, began, size, self._control.load, self._manager.standing.remote)
+            answer = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), showing)
+            if isinstance(answer, ReadyBatch):
+                return answer
+            offered = self._manager.offer.remote(source.take(answer.count), source.left)
+            await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""

@@ -11,12 +11,12 @@ A worker that does not answer in time is ended, and replaced like one that died.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ray.exceptions import RayActorError
 
-from recipe.partial_rollout.manager.types import PromptsWanted, RolloutFailedError
+from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.rollout.replicas import Load, decoded_between
 from recipe.partial_rollout.waits import answer_of, one_line, result_of, wait, whole
 
@@ -76,13 +76,11 @@ class Guard:
         except RayActorError as error:
             raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
 
-    async def wait_batch(
-        self, ask: Callable[[], Awaitable[T | PromptsWanted]], *watches: Callable[[], Coroutine[Any, Any, Any]]
-    ) -> T:
-        """The manager's answer to ``ask``, which is asked again whenever the manager wants prompts first.
+    async def wait_batch(self, batch: Awaitable[T], *watches: Coroutine[Any, Any, Any]) -> T:
+        """The manager's answer about the batch.
 
         Args:
-            watches: make what goes on beside it, as in ``waits.wait``.
+            watches: go on beside it, as in ``waits.wait``.
 
         Raises:
             RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
@@ -91,15 +89,13 @@ class Guard:
             StopTraining: the user asked for it.
             TimeoutError: the manager does not answer.
         """
-        session = self._session
-        looks = (session.stop.watch, self._watch_trainers, self._watch_engines, self._watch_manager_and_workers)
-        while True:
-            answer = await self.wait(ask(), "the round", None, [watch() for watch in (*looks, *watches)])
-            if not isinstance(answer, PromptsWanted):
-                return answer
-            prompts = session.source.take(answer.count)
-            offered = self._manager.offer.remote(prompts, session.source.left)
-            await self.wait(offered, "offering prompts to the manager in the round")
+        looks = (
+            self._session.stop.watch(),
+            self._watch_trainers(),
+            self._watch_engines(),
+            self._watch_manager_and_workers(),
+        )
+        return await self.wait(batch, "the round", None, (*looks, *watches))
 
     async def _watch_workers(self, what: str) -> NoReturn:
         """Replace each worker whose ``serve`` ends during ``what``, for ever.

@@ -43,7 +43,6 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
-from recipe.partial_rollout.engine.hold import newest_of_older
 from verl_ext.behaviour_weights import weights_alone
 
 DECOUPLED_PPO = "decoupled_ppo"
@@ -200,7 +199,7 @@ def corrected_ppo_loss(
     if order.from_update:
         weights, reported = _weighted(order, padded, current)
         proximal = current
-    newest = newest_of_older(padded["rollout_versions"], order.version)
+    newest = _newest_of_older(padded["rollout_versions"], order.version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
         advantages = padded["advantages"]
@@ -332,3 +331,13 @@ def _sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, 1], the mean over each sequence's generated tokens, 0 where there are none."""
     generated = (mask > 0).to(values.dtype)
     return (values * generated).sum(-1, keepdim=True) / generated.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
+    """[B, R] bool, tokens that the weights ``version`` sampled in samples begun by older weights.
+
+    Args:
+        versions: [B, R], of each token; below 0 where none was sampled.
+    """
+    older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
+    return (versions == version) & older
