@@ -208,3 +208,28 @@ def test_least_number_of_tokens_is_that_of_the_response(found):
     assert len(unasked) < 9 < len(whole) < RESPONSE and {*whole[:9]} <= {*ODD}
     for every in (1, 4):
         assert len(least[every]) > 1 and [*chain(*least[every])] == whole
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("on_engine", ["synchronous"], indirect=True)
+def test_tokens_in_pieces_are_the_same_to_the_last_bit(on_engine):
+    async def body(engine):
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        front = AdmittingEngine(engine)
+
+        async def response(i):
+            params = SamplingParams(seed=i, max_tokens=30 + 11 * i, ignore_eos=True, logprobs=0, detokenize=False)
+            prompt = TokensPrompt(prompt_token_ids=[*PROMPT, 12 + i])
+            *_, last = [
+                output async for output in front.generate(prompt=prompt, sampling_params=params, request_id=f"r{i}")
+            ]
+            (answer,) = last.outputs
+            rows = zip(answer.token_ids, answer.logprobs, strict=True)
+            return [(token, row[token].logprob) for token, row in rows]
+
+        return await asyncio.gather(*map(response, range(8)))
+
+    whole = on_engine(body, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    assert on_engine(body) == whole and sum(map(len, whole)) == 8 * 30 + 11 * 28
