@@ -175,6 +175,10 @@ WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer
         ("aime24", {}, "an existing file or folder"),
         ("amc23", {"raw": [{"id": 1, "answer": "2"}]}, "row 0 is not in the schema of math-ai/amc23: no 'question'"),
         ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
+        ("deepscaler", {"raw": [{"problem": "a", "answer": None}]}, "None where a text or a number is needed"),
+        ("deepscaler", {"raw": [{"problem": None, "answer": "1"}]}, "None where a text or a number is needed"),
+        ("deepscaler", {"raw": [{"problem": "a", "answer": ["1"]}]}, "['1'] where a text or a number is needed"),
+        ("reasoning_gym", {"raw": [{}]}, "not with reasoning_gym, whose problems are made here"),
     ],
 )
 def test_raw_file_that_does_not_fit_is_refused_in_one_line(tmp_path, capsys, name, files, message):
@@ -186,3 +190,19 @@ def test_raw_file_that_does_not_fit_is_refused_in_one_line(tmp_path, capsys, nam
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: ") and message in line
     assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_parquet_file_that_is_torn_is_refused_in_one_line(tmp_path, capsys):
+    whole = write_parquet(tmp_path / "raw.parquet", [{"question": "a", "final_answer": "1"}] * 99).read_bytes()
+    (tmp_path / "raw.parquet").write_bytes(whole[:-9])
+    assert convert("deepmath103k", tmp_path / "out", tmp_path / "raw.parquet") == 2
+    assert "raw.parquet cannot be read: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_whole_number_is_written_as_a_model_answers_it(tmp_path):
+    answers = ["033", 27.0, -3.0, "-12", "1.50", "1/2"]
+    raw = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
+    (tmp_path / "raw.json").write_text(json.dumps(raw))
+    assert convert("amc23", tmp_path / "out", tmp_path / "raw.json") == 0
+    found = [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "out" / "amc23" / "test.parquet")]
+    assert found == ["33", "27", "-3", "-12", "1.50", "1/2"]

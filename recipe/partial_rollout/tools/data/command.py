@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.place and len(options.names) > 1:
             raise DataError(f"--from={options.place}: one NAME, not {' '.join(options.names)}")
+        if options.place and MADE in options.names:
+            raise DataError(f"--from={options.place}: not with {MADE}, whose problems are made here")
         if options.place and not options.place.exists():
             raise DataError(f"--from={options.place}: an existing file or folder")
         tokenizer = _tokenizer(options.tokenizer) if options.tokenizer else None

@@ -52,7 +52,7 @@ def gsm8k(row: Row) -> NamedProblem:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"no #### in the answer {answer[:40]!r}")
-    return NamedProblem(f"{row['question']} {_GSM8K_ASKS}", answer.strip().replace(",", ""))
+    return NamedProblem(f"{_said(row['question'])} {_GSM8K_ASKS}", answer.strip().replace(",", ""))
 
 
 def math_dapo(row: Row) -> NamedProblem:
@@ -62,14 +62,21 @@ def math_dapo(row: Row) -> NamedProblem:
         return NamedProblem(message["content"], _plain(row["reward_model"]["ground_truth"]))
     problem = row["problem"] if "problem" in row else row["question"]
     answer = row["final_answer"] if "final_answer" in row else row["answer"]
-    return NamedProblem(f"{_ANSWER_LINE}\n\n{problem}\n\n{_REMINDER}", _plain(answer))
+    return NamedProblem(f"{_ANSWER_LINE}\n\n{_said(problem)}\n\n{_REMINDER}", _plain(answer))
+
+
+def _said(value: object) -> str:
+    """A problem or an answer as text."""
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{value!r:.40} where a text or a number is needed")
+    return str(value)
 
 
 def _plain(answer: object) -> str:
     """AIME writes 033, AMC 33.0, where a model answers 33."""
-    text = str(answer).strip()
+    text = _said(answer).strip()
     whole = text.removesuffix(".0")
-    return str(int(whole)) if whole.isdecimal() else text
+    return str(int(whole)) if whole.removeprefix("-").isdecimal() else text
 
 
 @dataclass(frozen=True, slots=True)
