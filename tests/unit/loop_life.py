@@ -21,7 +21,7 @@ from recipe.partial_rollout.config.settings import FailureLimits, Scheduling, To
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.observed import _require_one

@@ -11,8 +11,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.training.agent_loop_manager import PartialRolloutAgentLoopManager
-from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.training.agent_loop_manager import PartialRolloutAgentLoopManager, assemble_batch
 
 
 def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):

@@ -12,7 +12,7 @@ from verl.trainer.ppo import core_algos, ray_trainer
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from tests.unit.conftest import build_output
 
 R, GAMMA, LAM = 5, 0.9, 0.8

@@ -21,7 +21,7 @@ from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.batch import assemble_batch
+from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.reward_info import objects
 from verl_ext import v1
 

@@ -139,7 +139,7 @@ class RoundBuffer:
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The samples of ``batch`` (``training/batch.py``) as v1 has them in TransferQueue: tensors of their own lengths.
+    """The samples of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: tensors of their own lengths.
 
     ``extra_fields`` has the columns that v1 does not read by name. A sample without a response has a token outside of the
     loss, the batch's padding: verl's nested tensors have no empty row.
