@@ -5,6 +5,7 @@ made, so ``check`` can tell whether a trained token was made under the context t
 """
 
 import asyncio
+import contextlib
 import contextvars
 import hashlib
 import pickle
@@ -61,7 +62,7 @@ class Engine:
 
     def __init__(self, tick=0.001):
         self.tick, self.version, self.running, self.asked = tick, 0, 0, []
-        self.most = 0
+        self.most = self.decoded = 0
         self.aborting = asyncio.Event()
         self.made = {}
         """versions that made a token after a context"""
@@ -84,6 +85,7 @@ class Engine:
                 token = self.token(context, nonce)
                 self.made.setdefault((digest(context), token), set()).add(version)
                 ids.append(token)
+                self.decoded += 1
                 log_probs.append(log_prob(context, version))
                 context.append(token)
         finally:
@@ -110,6 +112,7 @@ class LoopWorker(ScriptedWorker):
         self.tools = journaled(life.functions, 10.0)
         self.config.partial_rollout.tools = life.tools
         self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
+        self.config.trainer.save_freq = life.save_freq
         self.rollout_config, self.vocabulary = life.config.actor_rollout_ref.rollout, 1000
         self.llm_client = PartialRolloutLLMClient(life.config)
 
@@ -144,21 +147,18 @@ class Remote(Local):
 
 
 class Life:
-    """A training of ``loop`` on ``rows``, a prompt each, of which a round trains ``batch``."""
+    """A training of ``loop`` on ``rows``, a prompt each, ``batch`` a round; ``limits`` as in ``settings_of``."""
 
     def __init__(
         self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
-        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(),  # noqa: B008 - frozen
+        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(), save_freq=-1,  # noqa: B008 - frozen
+        **limits,
     ):  # fmt: skip
         self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
-        self.tools, self.sample_timeout_s, self.config = (
-            ToolCalls(release_after_s),
-            sample_timeout_s,
-            config or config_of(),
-        )
-        self.functions = functions
+        self.tools, self.sample_timeout_s, self.save_freq = ToolCalls(release_after_s), sample_timeout_s, save_freq
+        self.config, self.functions = config or config_of(), functions
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
-        settings = settings_of(batch, n, failures=RETRY, stall_s=stall_s, away_s=stall_s, **sizes)
+        settings = settings_of(batch, n, stall_s=stall_s, **{"failures": RETRY, "away_s": stall_s, **limits}, **sizes)
         self.build = lambda: ManagerActor(settings, InProcess())
         self.actor, self.engine = self.build(), Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
@@ -284,26 +284,30 @@ class Life:
         return self.actor._manager.metrics()
 
 
+@contextlib.asynccontextmanager
+async def living(life):
+    """``life`` in its first round, on its engine."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        script_replicas(patch, life.engine.generate)
+        await life.start()
+        try:
+            yield life
+        finally:
+            life.serving.cancel()
+
+
 def play(life_of, story):
     """``story(life)`` in an event loop of its own."""
 
     async def run():
-        life = life_of()
-        state.engine = life.engine
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        await life.start()
-        try:
+        async with living(life_of()) as life:
             return await story(life)
-        finally:
-            life.serving.cancel()
 
-    state = SimpleNamespace(engine=None)
-    with pytest.MonkeyPatch.context() as patch:
-        script_replicas(patch, lambda request_id, **request: state.engine.generate(request_id, **request))
-        started = time.monotonic()
-        result = asyncio.run(run())
-        assert time.monotonic() - started < 60
-        return result
+    started = time.monotonic()
+    result = asyncio.run(run())
+    assert time.monotonic() - started < 60
+    return result
 
 
 def transcripts(make_loop, numbers, *, disturbed, deaths=((2, 30), (3, 80)), prepare=lambda life: None, **settings):

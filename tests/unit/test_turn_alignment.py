@@ -86,17 +86,17 @@ def config_of(response_length, tools_format):
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
 
-def loop_of(config, tools):
-    """verl's tool loop with GLM's boundary rules over the recipe's client."""
+def loop_of(config, tools, client):
+    """verl's tool loop with GLM's boundary rules."""
     return ToolAgentLoop(
         DictConfigWrap(config),
-        PartialRolloutLLMClient(config),
+        client,
         GlmTokenizer(),
         None,
         None,
         DictConfigWrap({}),
         hf_model_type="glm4_moe",
-        tools=ToolListWrap(tools),
+        tools=ToolListWrap(list(tools)),
     )
 
 
@@ -148,7 +148,8 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
     sample = LiveSample("0/0#0", Keeper(), priority=0)
     LIVE_SAMPLE.set(sample)
     tool = FunctionTool(name="look", fn=look, tool_schema=tool_schema("look"), is_async=False)
-    loop = loop_of(config_of(response_length, "observation"), [tool])
+    config = config_of(response_length, "observation")
+    loop = loop_of(config, [tool], PartialRolloutLLMClient(config))
     made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]), 10**6)
     mask = made.response_mask.astype(bool)
     assert (made.response_ids[mask].tolist(), made.versions[mask].tolist()) == (tokens, versions)
