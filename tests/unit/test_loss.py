@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import subprocess
 import sys
 from collections import defaultdict
 
@@ -10,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from recipe.partial_rollout import training
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import BehaviourRegion, UpdateOrder, corrected_ppo_loss
@@ -379,16 +379,14 @@ def test_bounds_are_the_losss_own_unless_they_are_set(composed_config, settings,
     assert found == (wanted and BehaviourRegion(*wanted))
 
 
-def test_loss_brings_its_registration_and_its_region_to_the_process_that_unpickles_it(composed_config):
+def test_loss_brings_its_registration_and_its_region_to_the_process_that_unpickles_it(composed_config, monkeypatch):
     overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_bounds=[0.07,0.2]")
     config = composed_config("quickstart_cpu", *overrides)
     sent = pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)))
-    program = (
-        "import pickle, sys\n"
-        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
-        "assert 'decoupled_ppo' not in POLICY_LOSS_REGISTRY\n"
-        "region = pickle.load(sys.stdin.buffer).keywords['region']\n"
-        "print('decoupled_ppo' in POLICY_LOSS_REGISTRY, region.low, region.high, region.per_sequence)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], input=sent, capture_output=True, timeout=120)
-    assert done.stdout.decode().splitlines()[-1:] == ["True 0.07 0.2 False"], done.stderr.decode()[-2000:]
+    # As in a process that has not imported the module yet.
+    monkeypatch.delitem(POLICY_LOSS_REGISTRY, loss.DECOUPLED_PPO)
+    monkeypatch.delitem(sys.modules, loss.__name__)
+    monkeypatch.setattr(training, "loss", loss)
+    region = pickle.loads(sent).keywords["region"]
+    assert loss.DECOUPLED_PPO in POLICY_LOSS_REGISTRY and sys.modules[loss.__name__] is not loss
+    assert (region.low, region.high, region.per_sequence) == (0.07, 0.2, False)

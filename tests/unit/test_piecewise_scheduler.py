@@ -205,7 +205,7 @@ class Bench:
             self.faults.append(f"left: {left}")
 
 
-def play(bench, seed, turns=1500):
+def play(bench, seed, turns=800):
     """A storm: requests of every kind, holds with and without the cache, interruptions, requests that are withdrawn."""
     chance = random.Random(seed)
     for turn in range(turns):

@@ -5,10 +5,9 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -94,8 +93,8 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
     return run
 
 
-def listing(directory):
-    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+def listing(directory, *but):
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.name not in but}
 
 
 CHANGES = [
@@ -119,16 +118,14 @@ CHANGES = [
 KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[change for change, _ in CHANGES])
-def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(start, tmp_path, change, message):
-    batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=8",) if "batch" in change else ()
+def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(start, tmp_path):
     start(*KEEPS, save=2)
-    before = listing(tmp_path / "run")
-    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
-        start(*KEEPS, change, *batch)
-    assert {path: at for path, at in listing(tmp_path / "run").items() if path.name != "run.lock"} == {
-        path: at for path, at in before.items() if path.name != "run.lock"
-    }
+    before = listing(tmp_path / "run", "run.lock")
+    for change, message in CHANGES:
+        batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=8",) if "batch" in change else ()
+        with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
+            start(*KEEPS, change, *batch)
+        assert listing(tmp_path / "run", "run.lock") == before, change
 
 
 def test_run_that_starts_over_may_change_them_all(start):
@@ -260,25 +257,19 @@ def test_rows_drawn_without_a_seed_are_the_same_in_every_process_of_the_run(star
     assert taken(start(*drawn, "trainer.resume_mode=disable", arm=arm)) != taken(first)
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked
-
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
     start(save=2)
-    command, pipes = (
-        [sys.executable, "-c", HOLDER, tmp_path / "run"],
-        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-    )
-    other = subprocess.Popen(command, **pipes)
-    assert other.stdout.readline() == b"held\n"
+    processes = multiprocessing.get_context("fork")
+    ours, theirs = processes.Pipe()
+
+    def hold():
+        with locked(tmp_path / "run"):
+            theirs.send("held")
+            theirs.recv()
+
+    other = processes.Process(target=hold, daemon=True)
+    other.start()
+    assert ours.recv() == "held"
     before = listing(tmp_path / "run")
     held = f"process {other.pid} on host {os.uname().nodename} "
     words = rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"
@@ -287,7 +278,8 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert listing(tmp_path / "run") == before
     start("trainer.val_only=True")
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
-    other.communicate(timeout=60)
+    ours.send("end")
+    other.join(60)
     assert start().session.checkpoints.resumed_step == 2
 
 
