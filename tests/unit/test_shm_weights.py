@@ -25,11 +25,11 @@ TENSORS = {
 def ends(tmp_path, monkeypatch):
     """``ends(job)``: the engines of two trainers (the first is the master) and of two receivers of a job."""
 
-    def build(job="job"):
+    def build(job="job", deadline_s=30.0):
         monkeypatch.setattr(shm_weights, "job_key", lambda: job)
         make = CheckpointEngineRegistry.get("shm")
         trainers = [make(bucket_size=1, is_master=rank == 0, root=str(tmp_path)) for rank in range(2)]
-        return trainers, [make(bucket_size=1, root=str(tmp_path), deadline_s=0.2) for _ in range(2)]
+        return trainers, [make(bucket_size=1, root=str(tmp_path), deadline_s=deadline_s) for _ in range(2)]
 
     return build
 
@@ -69,15 +69,22 @@ def test_mapped_tensor_outlives_its_file_and_is_the_readers_own(tmp_path):
     assert mine.tolist() == [2, 2, 2] and other.tolist() == [1, 1, 1]
 
 
-def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(ends, tmp_path):
-    """That receivers wait for the file: tests/integration/test_shm_weights.py."""
+def test_receivers_wait_for_what_the_master_sends_and_every_trainer_iterates(ends, tmp_path):
+    """Processes of their own find each other in tests/e2e/test_separate.py."""
     trainers, receivers = ends()
     gathered = [iter(TENSORS.items()) for _ in trainers]
-    for trainer, weights in zip(trainers, gathered, strict=True):
-        asyncio.run(trainer.send_weights(weights, global_steps=3))
+
+    async def sync():
+        receiving = [asyncio.ensure_future(everything(each.receive_weights(global_steps=3))) for each in receivers]
+        await asyncio.sleep(0.02)
+        assert not any(each.done() for each in receiving)
+        for trainer, weights in zip(trainers, gathered, strict=True):
+            await trainer.send_weights(weights, global_steps=3)
+        return await asyncio.gather(*receiving)
+
+    for received in asyncio.run(sync()):
+        same(received, TENSORS)
     assert [next(weights, None) for weights in gathered] == [None, None]
-    for receiver in receivers:
-        same(asyncio.run(everything(receiver.receive_weights(global_steps=3))), TENSORS)
     same(asyncio.run(everything(receivers[0].get_weights())), TENSORS)
     for engine in (*trainers, *receivers):
         engine.finalize()
@@ -85,7 +92,7 @@ def test_every_receiver_gets_what_the_master_sent_and_every_trainer_iterates(end
 
 
 def test_receiver_without_a_file_gives_up_and_says_where_it_looked(ends):
-    _, (receiver, _) = ends()
+    _, (receiver, _) = ends(deadline_s=0.2)
     with pytest.raises(TimeoutError, match=r"did not write .*verl-weights-job/7 within 0.2 s .*shm\.deadline_s"):
         asyncio.run(everything(receiver.receive_weights(global_steps=7)))
     with pytest.raises(RuntimeError, match="no weights have been received"):
