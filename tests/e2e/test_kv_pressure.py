@@ -8,6 +8,9 @@ import pytest
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from verl_ext.vllm_plugin import preemptions_of
 
+# What it shows are vLLM's own preemptions, which change with its release.
+pytestmark = pytest.mark.nightly
+
 PROMPT, BLOCK = [4, 7, 8, 9, 10, 11], 32
 SAMPLES, SEATS, ROOM = 64, 48, 100
 """what waits, ``max_num_seqs``, KV blocks (one of them the engine's own)"""

@@ -1,4 +1,4 @@
-"""One small Ray for the whole layer."""
+"""One small Ray for the whole layer, or for each process of pytest-xdist."""
 
 import os
 
@@ -14,6 +14,6 @@ os.environ.setdefault("RAY_health_check_period_ms", "200")
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
