@@ -123,6 +123,13 @@ P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout
 CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 FILTER, PENALTY = "algorithm.filter_groups", "algorithm=dapo reward.reward_kwargs"
 FILTERS = f"{FILTER}.enable=True"
+SEPARATE, BACKEND, TP = (
+    f"{P}.placement=separate",
+    f"{ROLLOUT}.checkpoint_engine.backend",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+)
+SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
+MODEL_RM, LORA = f"{P}.reward_in_worker=False reward.reward_model", "actor_rollout_ref.model.lora"
 MISTAKES = {
     f"{ROLLOUT}.n=0": "at least 1",
     "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times actor_rollout_ref.rollout.n=2 it must be",
@@ -195,6 +202,18 @@ MISTAKES = {
     f"{PENALTY}.overlong_buffer_cfg.len=2000": "1 to reward.reward_kwargs.max_resp_len=1536",
     f"{PENALTY}.overlong_buffer_cfg.len=0": "1 to reward.reward_kwargs.max_resp_len=1536",
     f"{PENALTY}.max_resp_len=null": "max_resp_len=None: tokens: ${data.max_response_length}",
+    # a split that cannot work
+    f"{SEPARATE} {P}.resume_kv=recompute {ROLLOUT}.free_cache_engine=True": f"engine=True: False with {SEPARATE}",
+    f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "resource_pool=False: True with",
+    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: 0 with {SEPARATE} and no critic",
+    f"{SEPARATE} {LORA}_rank=8 {LORA}.merge=False": "lora.merge=False: True with",
+    f"{SEPARATE} {ROLLOUT}.nnodes=0": f"nnodes=0: at least 1 with {SEPARATE}",
+    f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
+    f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
+    f"{SPLIT}=1 {BACKEND}=naive": f"backend=naive: shm (one node) or nccl (GPUs) with {SEPARATE}",
+    f"{SPLIT}=1 {BACKEND}=shm trainer.nnodes=2": f"trainer.nnodes=2: 1 with {BACKEND}=shm",
+    f"{SPLIT}=1 {BACKEND}=shm {ROLLOUT}.nnodes=2": f"rollout.nnodes=2: 1 with {BACKEND}=shm",
+    f"{BACKEND}=nccl": f"backend=nccl: naive with {P}.enable=True",
 }
 """overrides, and a part of the error; it also has the last override, unless it names another key"""
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.partial_rollout.preflight.settings_check import check_settings
-from tests.studies.learning.arms import ARMS, COMMON, ESTIMATORS, at_rates
+from tests.studies.learning.arms import ARMS, at_rates
 from tests.studies.learning.campaign import Campaign
 from tests.studies.learning.delayed_weights import delay
 from tests.studies.learning.document import falls_table
@@ -148,14 +147,6 @@ def test_estimators_are_compared_with_their_own_nopr(tmp_path):
     text = (tmp_path / "staleness.md").read_text()
     asked = {word for line in text.splitlines() if "--arms" in line for word in line.partition("--arms ")[2].split()}
     assert asked <= ARMS.keys() and {"PR_eta_16", "noPR_gspo", "PR_gspo"} <= asked
-
-
-@pytest.mark.parametrize(
-    "name", ["PR_eta_unbounded_uncorrected", *(f"{s}_{e}" for e in ESTIMATORS for s in ("noPR", "PR"))]
-)
-def test_arm_of_these_tables_passes_the_checks(resolved_config, name):
-    (arm,) = at_rates((name,), (3e-4,))
-    check_settings(resolved_config("quickstart_cpu", *COMMON, *arm.overrides))
 
 
 def test_arms_are_compared_within_pairs():

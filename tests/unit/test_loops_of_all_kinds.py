@@ -6,7 +6,6 @@ import contextvars
 import copy
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
@@ -20,12 +19,6 @@ def output_with(answer, prompt=PROMPT):
 
 
 # -- sound ---------------------------------------------------------------------------------------------------------------
-
-
-async def task_group(client, row, params):
-    async with asyncio.TaskGroup() as group:
-        answers = [group.create_task(ask(client, params, tokens)) for tokens in (30, 40)]
-    return output_with(answers[1].result())
 
 
 async def task_group_that_fails(client, row, params):
@@ -80,26 +73,6 @@ async def context_of_its_own(client, row, params):
     return output_with(await asyncio.create_task(ask(client, params, 30), context=CONTEXT.copy()))
 
 
-POOL = ThreadPoolExecutor(1)
-
-
-async def pool_of_all(client, row, params):
-    home = asyncio.get_running_loop()
-    work = [home.run_in_executor(POOL, asyncio.run, ask(client, params, 15)) for _ in range(2)]
-    return output_with((await asyncio.gather(*work))[1])
-
-
-async def process_beside(client, row, params):
-    command = [sys.executable, "-I", "-S", "-c", "print(7)"]
-    process, answer = await asyncio.gather(
-        asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE), ask(client, params, 30)
-    )
-    said, _ = await process.communicate()
-    prompt = [*PROMPT, *answer.token_ids, int(said)]
-    after = await ask(client, params, 4, prompt)
-    return output_of(PROMPT, [*answer.token_ids, int(said), *after.token_ids], [1] * 30 + [0] + [1] * 4)
-
-
 async def prompt_that_shrinks(client, row, params):
     await ask(client, params, 5)
     return output_with(await ask(client, params, 30, PROMPT[:1]), PROMPT[:1])
@@ -123,8 +96,8 @@ async def cancelled_by_itself(client, row, params):
 @pytest.mark.parametrize(
     "loop",
     [
-        task_group, task_group_that_fails, anyio_groups, shields, generator_that_nobody_closes, context_of_its_own,
-        pool_of_all, process_beside, prompt_that_shrinks, copied, cancelled_by_itself,
+        task_group_that_fails, anyio_groups, shields, generator_that_nobody_closes, context_of_its_own,
+        prompt_that_shrinks, copied, cancelled_by_itself,
     ],
 )  # fmt: skip
 def test_sound_loop_trains(loop):

@@ -1,4 +1,4 @@
-"""Separate placement is refused in one line, before Ray starts, where the engines cannot have devices of their own."""
+"""Separate placement: what it sets and needs. What cannot work with it is among the mistakes of ``test_config``."""
 
 import pytest
 
@@ -16,48 +16,8 @@ ONE_NODE = (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{BACKEND}=s
 
 @pytest.fixture
 def placed(resolved_config):
-    """``placed(*overrides)``: a config with separate placement."""
-
-    def build(*overrides):
-        given = {override.split("=")[0]: override for override in ("partial_rollout.placement=separate", *overrides)}
-        return resolved_config("quickstart_cpu", *given.values())
-
-    return build
-
-
-MODEL, TP = "actor_rollout_ref.model", f"{ROLLOUT}.tensor_model_parallel_size"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("partial_rollout.resume_kv=recompute", f"{ROLLOUT}.free_cache_engine=True"),
-            "False with partial_rollout.placement=separate",
-        ),
-        (
-            (
-                "partial_rollout.reward_in_worker=False",
-                "reward.reward_model.enable=True",
-                "reward.reward_model.enable_resource_pool=False",
-            ),
-            "True with",
-        ),
-        (("trainer.critic_warmup=2",), "0 with partial_rollout.placement=separate and no critic"),
-        ((f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False"), "True with"),
-        ((f"{ROLLOUT}.nnodes=0",), "at least 1 with partial_rollout.placement=separate"),
-        ((*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=3"), "with rollout.nnodes=1 it must make whole replicas"),
-        ((*ONE_NODE, f"{TP}=2", f"{ROLLOUT}.n_gpus_per_node=2", "trainer.n_gpus_per_node=1"), "times trainer.nnodes=1"),
-        ((*ONE_NODE, f"{BACKEND}=naive"), "shm (one node) or nccl (GPUs) with partial_rollout.placement=separate"),
-        ((*ONE_NODE, "trainer.nnodes=2"), f"1 with {BACKEND}=shm"),
-        ((*ONE_NODE, f"{ROLLOUT}.nnodes=2"), f"1 with {BACKEND}=shm"),
-        ((COLOCATED, f"{BACKEND}=nccl"), "naive with partial_rollout.enable=True"),
-    ],
-)
-def test_split_that_cannot_work_is_refused_in_one_line(placed, overrides, message):
-    with pytest.raises(ConfigError) as refused:
-        check_settings(placed(*overrides))
-    assert str(refused.value).startswith(f"{overrides[-1]}: {message}") and "\n" not in str(refused.value)
+    """``placed(*overrides)``: a config with separate placement, unless they say otherwise."""
+    return lambda *overrides: resolved_config("quickstart_cpu", "partial_rollout.placement=separate", *overrides)
 
 
 def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, capsys):
