@@ -227,7 +227,7 @@ async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_i
     async def buy():
         raise KeyError("no such shop")
 
-    async with training([[7, 7, 7]], **buys(buy)) as one:
+    async with training([[7, 7, 7]], **buys(buy)) as one, asyncio.timeout(20):
         while not (errors := await one.actor.first_errors()):
             await asyncio.sleep(0.01)
         assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
