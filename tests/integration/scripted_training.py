@@ -132,7 +132,6 @@ class ScriptedTraining:
             session.load()
 
     def begin(self):
-        self.driver.begin()
         self.sync(self.session.checkpoints.resumed_step)
 
     def sync(self, version):

@@ -105,7 +105,6 @@ class Life:
         await asyncio.sleep(0.01)
         self.worker.begin(0, time.monotonic())
         self.worker.close_round()
-        self.driver.begin()
         await self.sync(0)
 
     async def sync(self, version):
@@ -143,14 +142,13 @@ class Life:
 
 
 @contextlib.asynccontextmanager
-async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS, started=True):
+async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS):
     """A life over prompts of ``lengths``."""
     one = Life(lengths, placement, last_step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "booked", one.book)
         try:
-            if started:
-                await one.start()
+            await one.start()
             yield one
         finally:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -241,14 +239,6 @@ async def test_separate_version_begins_once_all_engines_have_loaded_and_before_t
         versions = []
         await one.driver.after_load(1)
         assert versions == [1] and one.phases[-1] == ("hold", 1)
-
-
-async def test_nothing_runs_before_the_training_begins():
-    async with life(5, 5, started=False) as one:
-        await one.sync(0)
-        with pytest.raises(RuntimeError, match="the rollout is quiet, not running: no batch can complete"):
-            await one.batch(1)
-        assert one.source.left == 2
 
 
 @both

@@ -86,9 +86,6 @@ class Rollout:
         batch.meta_info["timing"] = {}
         return batch
 
-    def begin(self):
-        pass
-
     async def end(self):
         pass
 

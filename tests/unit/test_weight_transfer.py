@@ -133,7 +133,6 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     )
     pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
     driver = Driver(session, versions, None, pool, None)
-    driver.begin()
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
     manager = RecipeCheckpointManager(verls, deadline_s, driver if pr else None, versions)

@@ -83,8 +83,6 @@ class Driver:
         self._pool, self._balancer = pool, balancer
         self._guard = Guard(session, manager, pool)
         self._state = RolloutState.QUIET
-        self._trains = False
-        """whether ``begin`` was called"""
         self._prompts: list[Prompt] = []
         """of the next version, taken from the source"""
         self._version = -1
@@ -108,10 +106,6 @@ class Driver:
         return self._start.exhausted
 
     # -- versions --------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Training begins: from the next version on, samples run."""
-        self._trains = True
 
     def _begin_version(self, version: int) -> None:
         """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
@@ -170,7 +164,7 @@ class Driver:
             self.note_phase("hold", version, self._held_at, time.time())
 
     def _goes_on(self, version: int) -> bool:
-        return self._trains and version < self._session.steps.last
+        return version < self._session.steps.last
 
     async def sleep(self) -> None:
         """The trainer wants device memory that the replicas share with it; separate ones have their own, and decode on."""

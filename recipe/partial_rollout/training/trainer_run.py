@@ -179,8 +179,6 @@ class TrainerRun:
                 table = open_run(self.config, session.branch, continues=session.continues)
                 file, module = session.metrics, self.tracking_of
                 with observed_tracking(self._observe_step, self._after_log, table, file, module):
-                    if self.settings.enable:
-                        session.driver.begin()
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
                     loop()
