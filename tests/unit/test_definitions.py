@@ -1,6 +1,7 @@
 """One definition each: dashboard and report give the same figure for the same calls and samples."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.figures import bubble_fraction, p95, running_curve, spread
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, RunLog, TrainedGroup
-from recipe.partial_rollout.rollout.session import TrainingSteps, run_settings
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.step_book import batch_metrics, phase_metrics
 from recipe.partial_rollout.tools.report.summary import summarize
 from recipe.partial_rollout.tools.run_record import load_run
@@ -94,5 +95,6 @@ def test_p95_is_a_value_that_occurs():
 def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
     overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
-    steps = TrainingSteps(6, 1, 6, drains=True, filters=False)
-    assert run_settings(settings, "tiny", 1, steps, 0).overtake == noted
+    session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
+    session.steps, session.control = TrainingSteps(6, 1, 6, drains=True, filters=False), [None]
+    assert session.facts("tiny", "fsdp2").overtake == noted

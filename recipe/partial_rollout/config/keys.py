@@ -166,7 +166,10 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
     if (value is None and nullable) or (declared.word is not None and value == declared.word):
         return value
     if plain is bool:
-        return flag(path, value)
+        flag = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
+        if flag is None:
+            raise fail(path, value, "true or false")
+        return flag
     refused = fail(path, value, declared.allowed(plain, nullable=nullable))
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
     try:
@@ -180,18 +183,6 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
         raise refused
     if declared.share_of and numbers[0] > 1:
         raise fail(path, found, f"at most 1: a share of {declared.share_of}")
-    return found
-
-
-def flag(path: str, value: Any) -> bool:
-    """``value`` as YAML 1.1 reads it.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    found = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
-    if found is None:
-        raise fail(path, value, "true or false")
     return found
 
 

