@@ -1,38 +1,50 @@
-"""The engine calls of a run as columns, each in a slot of its replica: what the timeline page draws."""
+"""What the page's timeline draws of a run: its engine calls, each in a slot of its replica, its rounds and phases."""
 
+import base64
 import heapq
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from recipe.partial_rollout.tools.run_record import RunRecord
 
+LONGEST_MS = 2**32 - 1
+"""The page counts milliseconds in 32 bits: 49 days."""
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """The calls of the rounds that count, by lane and, within a lane, by start."""
 
-    lanes: list[tuple[int, int, int, bool]]
-    """Replica, slot, number of calls, and whether it is no slot but has samples between two turns, in a tool or in their
-    agent loop. The calls of lane 0 come first. A slot is the lowest that was free: engines do not say which they used.
+def drawn(run: RunRecord) -> dict[str, Any]:
+    """The steps that count; times in ms from the first round."""
+    return {
+        "ends": _ms(run.end - run.start),
+        "rounds": [
+            [
+                round_.step,
+                round_.version,
+                _ms(round_.phase.start - run.start),
+                _ms(round_.phase.end - run.start),
+                _ms(round_.interrupt_s),
+                _ms(round_.resume_s),
+                round_.carried_groups,
+            ]
+            for round_ in run.rounds
+        ],
+        "phases": [
+            [phase.name, phase.step, _ms(phase.start - run.start), _ms(phase.end - run.start)]
+            # A phase is drawn over those that it lies in.
+            for phase in sorted(run.phases, key=lambda phase: (phase.step, phase.start - phase.end))
+            if phase.end > run.start
+        ],
+        **_segments(run),
+    }
+
+
+def _segments(run: RunRecord) -> dict[str, Any]:
+    """Columns of the calls and of what lay between two turns, by lane and, within a lane, by start.
+
+    ``lanes`` are replica, slot, number of calls, and whether it is no slot but has samples between two turns, in a tool or
+    in their agent loop. A slot is the lowest that was free: engines do not say which they used. ``sample`` counts in
+    ``samples``, whose empty name is for calls that do not say; ``version`` is -1 if unknown.
     """
-    start: np.ndarray
-    """float64 [call]: unix seconds at which the engine began to run it"""
-    end: np.ndarray
-    tokens: np.ndarray
-    """int [call]: decoded"""
-    version: np.ndarray
-    """int [call]: policy version; -1 if unknown"""
-    interrupted: np.ndarray
-    """bool [call]"""
-    sample: np.ndarray
-    """int [call]: index into `samples`"""
-    samples: list[str]
-    """Names; the empty one if the run does not say."""
-
-
-def segments_of(run: RunRecord) -> Segments:
-    """The calls of `run`, of the steps that count, and what lay between them."""
     calls = run.calls
     names = {name: code for code, name in enumerate(dict.fromkeys(calls.column("sample")))}
     left, begin, back = calls.between_turns()
@@ -47,23 +59,22 @@ def segments_of(run: RunRecord) -> Segments:
         slot[mine] = in_slots(start[mine], end[mine])
     order = np.lexsort((end, start, slot, place))
     places, counts = np.unique(np.stack([place, slot])[:, order], axis=1, return_counts=True)
-
-    def ordered(name: str) -> np.ndarray:
-        return calls.column(name)[source].astype(np.int64)[order]
-
-    return Segments(
-        lanes=[
+    source, tools = source[order], tools[order]
+    begun = np.maximum(start[order] - run.start, 0.0)
+    lasted = np.maximum(end[order] - run.start, begun) - begun
+    return {
+        "lanes": [
             (at // 2, number, count, bool(at % 2))
             for (at, number), count in zip(places.T.tolist(), counts.tolist(), strict=True)
         ],
-        start=start[order],
-        end=end[order],
-        tokens=np.where(tools[order], 0, ordered("tokens")),
-        version=ordered("version"),
-        interrupted=ordered("interrupted").astype(bool) & ~tools[order],
-        sample=np.fromiter((names[name] for name in calls.column("sample")), np.int64, len(calls))[source][order],
-        samples=list(names),
-    )
+        "samples": list(names),
+        "start": _column(begun * 1e3, np.uint32),
+        "length": _column(lasted * 1e3, np.uint32),
+        "tokens": _column(np.where(tools, 0, calls.column("tokens")[source]), np.uint32),
+        "version": _column(calls.column("version")[source], np.int32),
+        "sample": _column(np.array([names[name] for name in calls.column("sample")], np.int64)[source], np.uint32),
+        "interrupted": _column(calls.column("interrupted")[source] & ~tools, np.uint8),
+    }
 
 
 def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -82,3 +93,13 @@ def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
         slots[at] = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (float(end[at]), int(slots[at])))
     return slots
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else min(LONGEST_MS, max(0, round(seconds * 1e3)))
+
+
+def _column(values: np.ndarray, kind: type[np.generic]) -> str:
+    """Base64 of the little-endian numbers."""
+    rounded = np.minimum(np.round(values), float(LONGEST_MS)) if kind is np.uint32 else values
+    return base64.b64encode(rounded.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()
