@@ -21,18 +21,17 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UA
 """without powers and shifts: a long expression of the others is still computed in no time"""
 _EXPRESSION = re.compile(r"[0-9.+\-*/%() ]{1,200}")
 _ALLOWED = "numbers, + - * / // % and parentheses, at most 200 characters"
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": f"Computes an arithmetic expression: {_ALLOWED}.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "such as 48/2 + 48"}},
-            "required": ["expression"],
-        },
-    },
-}
+
+
+def calculator(does: str, expression: str) -> OpenAIFunctionToolSchema:
+    """The schema of a tool `calculator` that ``does`` something with its parameter, an ``expression``."""
+    parameters = {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": expression}},
+        "required": ["expression"],
+    }
+    function = {"name": "calculator", "description": does, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 class Arithmetic(BaseTool):
@@ -41,7 +40,8 @@ class Arithmetic(BaseTool):
     repeatable = True
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
+        schema = calculator(f"Computes an arithmetic expression: {_ALLOWED}.", "such as 48/2 + 48")
+        super().__init__(config, tool_schema or schema)
         self._eval = SimpleEval(operators={kind: DEFAULT_OPERATORS[kind] for kind in _OPERATORS}).eval
 
     async def execute(

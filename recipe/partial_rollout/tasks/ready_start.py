@@ -73,15 +73,6 @@ def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
     return {"parameters": asdict(parameters), "fingerprint": TASKS[task].source_fingerprint()}
 
 
-def misfit(packed: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """Why weights packed with one manifest are not those of another; None if they are."""
-    if packed["fingerprint"] != wanted["fingerprint"]:
-        return "the task's sources have changed since it was packed"
-    known = packed["parameters"]
-    different = [name for name, value in wanted["parameters"].items() if known.get(name) != value]
-    return f"it was packed with other parameters: {', '.join(different)}" if different else None
-
-
 def make_task(
     out: Path, parameters: Parameters, *, task: str = "clock10", file: Path | None = None, train: bool = False
 ) -> str:
@@ -100,8 +91,10 @@ def make_task(
     facts, weights = {MANIFEST: manifest}, None
     if not train:
         weights, packed, error = read_packed(file)
-        if problem := misfit(packed, manifest):
-            print(f"ready warm start not used: {problem}; training one", file=sys.stderr)
+        if packed != manifest:
+            print(
+                "ready warm start not used: it was packed of other sources or parameters; training one", file=sys.stderr
+            )
             weights = None
         else:
             facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}

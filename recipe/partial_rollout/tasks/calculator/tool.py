@@ -7,20 +7,8 @@ from typing import Any
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+from recipe.partial_rollout.tasks.arithmetic import calculator
 from recipe.partial_rollout.tasks.calculator.conversation import evaluate
-
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Computes from left to right, modulo 10.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "digits with one of + - * between them"}},
-            "required": ["expression"],
-        },
-    },
-}
 
 
 class Calculator(BaseTool):
@@ -33,7 +21,8 @@ class Calculator(BaseTool):
     repeatable = True
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
+        schema = calculator("Computes from left to right, modulo 10.", "digits with one of + - * between them")
+        super().__init__(config, tool_schema or schema)
         latency = config["tool_latency"]
         self._median_s, self._sigma = float(latency["median_s"]), float(latency["sigma"])
         if self._median_s < 0 or self._sigma < 0:
