@@ -10,9 +10,9 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
-from recipe.partial_rollout.preflight.inputs import find_tools
 from recipe.partial_rollout.preflight.rows import prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_config
+from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tasks.arithmetic import Arithmetic
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check.command import check_run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -17,13 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.import_utils import resolve_config_path
 from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.config.settings import CONF_DIR, V1_MODE, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices
 from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
 from recipe.partial_rollout.waits import one_line
 
@@ -37,7 +33,6 @@ INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
-_TURNS = f"{_ROLLOUT}.multi_turn"
 _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
 
@@ -280,41 +275,6 @@ def largest_matrix(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config") or config
     rows = max(text.get("vocab_size") or 0, text.get("intermediate_size") or 0)
     return rows * (text.get("hidden_size") or 0) or None
-
-
-def find_tools(config: DictConfig) -> None:
-    """Load the tools that ``config`` names once, and make their files' paths absolute in place, also for the dataset.
-
-    A relative path is verl's (the working directory, or verl's own), or of a file beside ``conf``. verl's workers would
-    die of a tool that does not load, and its dataset would measure prompts without it.
-
-    Raises:
-        ConfigError: a file is missing, or its tools do not load.
-    """
-    given = {name: at(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
-    paths = {name: path and _tool_file(f"{_TURNS}.{name}", str(path)) for name, path in given.items()}
-    named = [name for name, path in paths.items() if path]
-    try:
-        # A BaseTool prints its schema.
-        with contextlib.redirect_stdout(io.StringIO()):
-            load_all_tools(**paths)
-    except Exception as error:
-        raise fail(
-            f"{_TURNS}.{named[0]}", given[named[0]], f"a file whose tools verl can load ({one_line(error)})"
-        ) from error
-    for name in named:
-        OmegaConf.update(config, f"{_TURNS}.{name}", paths[name])
-        OmegaConf.update(config, f"data.{name}", paths[name])
-
-
-def _tool_file(key: str, given: str) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        given = resolve_config_path(given)
-    # An absolute path stays as it is.
-    found = CONF_DIR.parent / given
-    if not found.is_file():
-        raise fail(key, given, "an existing file")
-    return str(found)
 
 
 class Package(NamedTuple):

@@ -7,10 +7,10 @@ import sys
 from omegaconf import DictConfig
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight.inputs import check_model, find_tools, missing_inputs, missing_packages
+from recipe.partial_rollout.preflight.inputs import check_model, missing_inputs, missing_packages
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES, WARNINGS
-from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, import_libraries
+from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
 
 

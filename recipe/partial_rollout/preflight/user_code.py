@@ -1,4 +1,4 @@
-"""Code and classes that a config names, loaded once here as verl's workers will: reward, dataset, agent loops, loggers.
+"""Code and classes that a config names, loaded once here as verl's workers will: reward, dataset, tools, agent loops.
 
 A worker would die of what does not load, a minute after the start, and its error would not name the key.
 """
@@ -18,6 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_r
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -26,10 +27,12 @@ from verl.utils.import_utils import import_external_libs, resolve_config_path
 from verl.workers.config.optimizer import build_optimizer
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.preflight.facts import at, full
 from recipe.partial_rollout.preflight.rule import check_rules, one_of
 from recipe.partial_rollout.waits import one_line
 
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
 _LOOPS = "rollout.agent.agent_loop_config_path"
 _REWARD, _MANAGER = "reward.custom_reward_function", "reward.reward_manager"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -65,6 +68,36 @@ def import_libraries(config: DictConfig) -> None:
             _load(config, key, "a module that can be imported", lambda k=key: import_external_libs(at(config, k)))
 
 
+def find_tools(config: DictConfig) -> None:
+    """Load the tools that ``config`` names once, and make their files' paths absolute in place, also for the dataset.
+
+    A relative path is verl's (the working directory, or verl's own), or of a file beside ``conf``. verl's workers would
+    die of a tool that does not load, and its dataset would measure prompts without it.
+
+    Raises:
+        ConfigError: a file is missing, or its tools do not load.
+    """
+    given = {name: at(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
+    paths = {name: path and _tool_file(f"{_TURNS}.{name}", str(path)) for name, path in given.items()}
+    named = [name for name, path in paths.items() if path]
+    if named:
+        words = "a file whose tools verl can load"
+        _load(config, f"{_TURNS}.{named[0]}", words, lambda: load_all_tools(**paths))
+    for name in named:
+        OmegaConf.update(config, f"{_TURNS}.{name}", paths[name])
+        OmegaConf.update(config, f"data.{name}", paths[name])
+
+
+def _tool_file(key: str, given: str) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        given = resolve_config_path(given)
+    # An absolute path stays as it is.
+    found = CONF_DIR.parent / given
+    if not found.is_file():
+        raise fail(key, given, "an existing file")
+    return str(found)
+
+
 def check_code(config: DictConfig) -> None:
     """Load what ``config`` names: reward, dataset, agent loops, optimizer.
 
@@ -92,6 +125,7 @@ def _optimizer_of(optim: DictConfig) -> Any:
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
     """What ``load`` returns; ``words`` say what the value of ``key`` must be."""
     try:
+        # A BaseTool prints its schema.
         with contextlib.redirect_stdout(io.StringIO()):
             return load()
     except Exception as error:

@@ -10,7 +10,8 @@ from verl.trainer import main_ppo as verls
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.main_ppo import in_one_line, refuse
-from recipe.partial_rollout.preflight.inputs import find_tools, missing_packages, size_bucket
+from recipe.partial_rollout.preflight.inputs import missing_packages, size_bucket
+from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.preflight.verl_keys import resolved
 from recipe.partial_rollout.training.trainer_config import choose_attention
 

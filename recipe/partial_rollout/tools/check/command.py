@@ -26,13 +26,13 @@ from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import (
     check_model,
     cpus_for_ray,
-    find_tools,
     missing_inputs,
     missing_packages,
 )
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
 from recipe.partial_rollout.preflight.rows import check_files, check_lengths, check_rows, check_steps, prompt_lengths
 from recipe.partial_rollout.preflight.settings_check import check_settings
+from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, missing
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelShape, check_memory, checkpoint_gib, shape_of
