@@ -111,8 +111,7 @@ class ScriptedTraining:
         self.session = session = RunSession(settings, RunCheckpoints(run_dir))
         session.begin()
         loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
-        filters = settings.group_filter is not None
-        session.offer(loader, TrainingSteps(steps, 1, steps, drains=True, filters=filters))
+        session.offer(loader, TrainingSteps(steps, 1, steps))
         control = Control(lambda: self.pool)
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         session.open(control, slots, [], "scripted")

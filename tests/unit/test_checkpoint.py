@@ -192,7 +192,7 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(t
         rows = list(range(8))
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)
         loader = StatefulDataLoader(rows, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)
-        ours.session.offer(loader, TrainingSteps(4, 3, 12, drains=True, filters=False))
+        ours.session.offer(loader, TrainingSteps(4, 3, 12))
         ours.train_dataloader, ours.global_steps = loader, 0
         ours._load_checkpoint()
         return ours

@@ -91,10 +91,23 @@ def test_p95_is_a_value_that_occurs():
     assert spread([]) is None and spread([1, 2]).p95 == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "offered"),
+    [([], 15), (["partial_rollout.drain=False"], 20), (["algorithm.filter_groups.enable=True"], 20)],
+)
+def test_prompts_are_offered_for_the_steps_that_train_them_unless_more_are_consumed_or_kept(
+    composed_config, overrides, offered
+):
+    settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
+    session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
+    session.steps = TrainingSteps(per_epoch=10, epochs=2, total=15)
+    assert session.offered == offered
+
+
 @pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])
 def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
     overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
     session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
-    session.steps, session.control = TrainingSteps(6, 1, 6, drains=True, filters=False), [None]
+    session.steps, session.control = TrainingSteps(6, 1, 6), [None]
     assert session.facts("tiny", "fsdp2").overtake == noted

@@ -63,7 +63,7 @@ def live(tmp_path, resolved_config, monkeypatch):
         session = RunSession(
             PartialRolloutConfig.from_config(config), RunCheckpoints(directory, mode, path and str(path), keep)
         )
-        session.offer([], TrainingSteps(STEPS, 1, STEPS, drains=True, filters=False))
+        session.offer([], TrainingSteps(STEPS, 1, STEPS))
         session.begin()
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         session.source = SimpleNamespace(state_dict=dict)

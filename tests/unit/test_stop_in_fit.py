@@ -127,7 +127,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
         settings, chosen_checkpoints(config.trainer, critic=False), trains=not config.trainer.get("val_only")
     )
     session.begin()
-    session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS, drains=True, filters=False)
+    session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
     trainer._phase_started = None
     trainer.proximal = ProximalPolicy(config, trainer.settings)
     trainer.nodes = MagicMock()

@@ -52,21 +52,15 @@ _RECORDS = (LOG, CONFIG, ERROR_LOG)
 class TrainingSteps:
     """The steps of a training, those before a resumed checkpoint included.
 
-    >>> steps = TrainingSteps(per_epoch=10, epochs=2, total=15, drains=True, filters=False)
-    >>> steps.data, steps.last, steps.offered
-    (20, 15, 15)
-    >>> TrainingSteps(per_epoch=10, epochs=2, total=15, drains=False, filters=False).offered
-    20
+    >>> steps = TrainingSteps(per_epoch=10, epochs=2, total=15)
+    >>> steps.data, steps.last
+    (20, 15)
     """
 
     per_epoch: int
     epochs: int
     total: int
     """``total_training_steps``; may exceed what the data suffices for"""
-    drains: bool
-    """whether the last steps train what is in flight instead of admitting more"""
-    filters: bool
-    """whether dynamic sampling consumes more prompts than are trained"""
 
     @property
     def data(self) -> int:
@@ -77,14 +71,6 @@ class TrainingSteps:
     def last(self) -> int:
         """The last step."""
         return min(self.total, self.data)
-
-    @property
-    def offered(self) -> int:
-        """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
-
-        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
-        """
-        return self.last if self.drains and not self.filters else self.data
 
 
 class RunSession:
@@ -136,6 +122,15 @@ class RunSession:
         """Whether dynamic sampling has consumed the data before the last step."""
         return self.settings.group_filter is not None and self.driver.exhausted
 
+    @property
+    def offered(self) -> int:
+        """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
+
+        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
+        """
+        drained = self.settings.drain and self.settings.group_filter is None
+        return self.steps.last if drained else self.steps.data
+
     # -- its parts -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -164,7 +159,7 @@ class RunSession:
         """The data of the run; under PR its prompts come from ``source``."""
         self.steps = steps
         if self.settings.enable:
-            self.source = PromptSource(loader, total=steps.offered * self.settings.batch_groups)
+            self.source = PromptSource(loader, total=self.offered * self.settings.batch_groups)
 
     def open(
         self, control: ServerControl, slots: ReplicaSlots, trainers: Sequence[Any], experiment: str, strategy: str = ""
@@ -206,9 +201,9 @@ class RunSession:
             placement=str(settings.placement),
             epoch_prompts=steps.per_epoch * size,
             total=steps.total * size,
-            offered=steps.offered * size,
-            filters=steps.filters,
-            drains=steps.drains,
+            offered=self.offered * size,
+            filters=settings.group_filter is not None,
+            drains=settings.drain,
             resumed=self.checkpoints.resumed_step,
         )
 

@@ -102,13 +102,7 @@ class TrainerRun:
 
     def _offer(self, loader: Any) -> None:
         """Make ``loader``, verl's, the data of the run."""
-        steps = TrainingSteps(
-            per_epoch=len(loader),
-            epochs=self.config.trainer.total_epochs,
-            total=self.total_training_steps,
-            drains=self.settings.drain,
-            filters=self.settings.group_filter is not None,
-        )
+        steps = TrainingSteps(len(loader), self.config.trainer.total_epochs, self.total_training_steps)
         self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
         self.session.offer(loader, steps)
         if self.settings.enable:
