@@ -129,6 +129,7 @@ SEPARATE, BACKEND, TP = (
     f"{ROLLOUT}.tensor_model_parallel_size",
 )
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
+V1 = "trainer.use_v1=True"
 MODEL_RM, LORA = f"{P}.reward_in_worker=False reward.reward_model", "actor_rollout_ref.model.lora"
 MISTAKES = {
     f"{ROLLOUT}.n=0": "at least 1",
@@ -153,6 +154,12 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
     "trainer.use_v1=True trainer.v1.trainer_mode=sync": "partial_rollout with trainer.use_v1=True",
+    f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 with trainer.use_v1=True: partial_rollout.max_",
+    f"{V1} trainer.v1.sampler.max_off_policy_strategy=wait": "drop with trainer.use_v1=True: nothing is dropped",
+    f"{V1} trainer.v1.sampler.custom_sampler.path=a.py": "null with trainer.use_v1=True: the recipe's manager",
+    f"{V1} trainer.v1.sampler.sync_refill_failed_groups=True": "False with trainer.use_v1=True: a failed",
+    f"{V1} skip.rollout_tq.enable=True": "False with trainer.use_v1=True: batches do not come from",
+    "skip.rollout.enable=True": "False with partial_rollout.enable=True: batches do not come from",
     "trainer.resume_mode=never": "one of auto, disable, resume_path",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",

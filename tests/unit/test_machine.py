@@ -68,6 +68,17 @@ def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(bui
     assert not list(missing_packages(build(*overrides)))
 
 
+def test_another_release_of_the_queue_is_refused_under_v1_alone(build, monkeypatch):
+    """The deadline of its clients is a patch of one release; verl takes any from 0.1.10 on."""
+    for module in ("guard", "v1"):
+        monkeypatch.setattr(f"verl_ext.{module}.installed", lambda package: "0.1.12")
+    (error,) = map(str, missing_packages(build("trainer.use_v1=True")))
+    assert error.startswith(
+        "trainer.use_v1=True: False, or verl_ext.v1.bound_controller is written for TransferQueue==0.1.11"
+    )
+    assert not list(missing_packages(build())) and not list(missing_packages(build("arm=colocate_async")))
+
+
 def test_verls_own_trainer_does_not_start_without_its_queue_and_the_gpu_set_brings_it(build, monkeypatch, capsys):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as end:

@@ -19,9 +19,11 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
 from recipe.partial_rollout.waits import one_line
+from verl_ext.guard import UnsupportedVersionError
+from verl_ext.v1 import has_queue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
@@ -310,6 +312,11 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
         if at(config, key) == value and not unread and find_spec(module) is None:
             words = f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
             yield fail(key, value, words)
+    if config.trainer.use_v1 and not verls_own(config):
+        try:
+            has_queue("v1.bound_controller")
+        except UnsupportedVersionError as error:
+            yield fail("trainer.use_v1", True, f"False, or {error}")
     given = config.trainer.logger
     for name in loggers(given):
         if name in LOGGERS and find_spec(LOGGERS[name]) is None:

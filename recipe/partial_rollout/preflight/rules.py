@@ -168,7 +168,7 @@ _TRAINING = (
     ),
     one_of("global_profiler.tool", ("nsys", "npu", "torch", "torch_memory", "precision_debugger", None)),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
-    only("trainer.checkpoint_callback_class", None, "verl's v1 trainer alone calls it"),
+    only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
     only("actor.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
     only("critic.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
     Rule(
@@ -331,7 +331,16 @@ _PARTIAL_ROLLOUT = (
         other_than("algorithm.adv_estimator", "remax", "verl's v1 makes no greedy baseline"),
     ),
     *where(
+        _V1,
+        only("trainer.v1.sampler.custom_sampler.path", None, "the recipe's manager makes the batches"),
+        only("trainer.v1.sampler.max_off_policy_threshold", 8, "partial_rollout.max_staleness is the bound"),
+        only("trainer.v1.sampler.max_off_policy_strategy", "drop", "nothing is dropped, a round waits"),
+        only("trainer.v1.sampler.sync_refill_failed_groups", False, "a failed sample is retried, then masked"),
+        only("skip.rollout_tq.enable", False, "batches do not come from verl's rollout"),
+    ),
+    *where(
         _PR,
+        only("skip.rollout.enable", False, "batches do not come from verl's rollout"),
         only("rollout.name", "vllm", "other engines are not interrupted by it"),
         only(
             "rollout.calculate_log_probs", True, "samples span policy versions: the engine's own log-probs are needed"
