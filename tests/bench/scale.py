@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import count, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +171,8 @@ class _Drive:
 
     @staticmethod
     def _prompts_of(lengths: LengthTrace) -> Iterator[Prompt]:
-        for i, at in zip(count(), lengths.replay(), strict=False):
-            yield Prompt(f"0/{i}", {"lengths": lengths.groups[at].tolist()})
+        for i, group in enumerate(cycle(lengths.groups.tolist())):
+            yield Prompt(f"0/{i}", {"lengths": group})
 
     def round(self, version: int) -> dict[str, float]:
         """One round, from its preparation to its last report; seconds, tokens and the manager's CPU seconds."""

@@ -50,7 +50,7 @@ def replay(run: RunRecord) -> Replay:
     Raises:
         ValueError: it had separate placement, dynamic sampling, tools, or keys that have gone since; or no ``config.yaml``
             says how it was scheduled.
-        CurveError: its calls show no engine curve.
+        ValueError: its calls show no engine curve.
     """
     if run.settings.separate:
         raise ValueError(f"{run.directory}: placement=separate: the simulation plays engines and trainer in turns")
@@ -65,7 +65,7 @@ def replay(run: RunRecord) -> Replay:
         settings = baseline(settings)
     elif settings.group_filter is not None:
         raise ValueError(f"{path}: algorithm.filter_groups.enable=True: the trace lacks the groups it filtered")
-    curve = fit(call for round_ in run.rounds for call in round_.phase.calls)
+    curve = fit(run.calls)
     cluster = Cluster(curve, run.settings.replicas, settings.slots_per_replica, settings.resume_kv == "keep")
     # If the run did not drain, its groups repeat past their end, so that the last rounds are as full as all others.
     groups = len(run.trained_groups) if settings.drain else None

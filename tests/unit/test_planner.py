@@ -6,7 +6,7 @@ from msgspec import structs
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.tools.planner.engine_curve import Cluster, CurveError, EngineCurve, fit
+from recipe.partial_rollout.tools.planner.engine_curve import Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.planner.samples import LengthTrace
@@ -113,7 +113,7 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
 
 
 def test_calls_under_one_load_show_no_curve():
-    with pytest.raises(CurveError, match="all engine calls ran beside 1 samples"):
+    with pytest.raises(ValueError, match="all engine calls ran beside 1 samples"):
         fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
 
 

@@ -243,7 +243,3 @@ def main(arguments: list[str] | None = None) -> int:
     accepted = Plan(options.out.resolve(), options.shape, platform, options.overrides).run()
     print(f"{'accepted' if accepted else 'NOT accepted'}: {options.out / _REPORT}")
     return 0 if accepted else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

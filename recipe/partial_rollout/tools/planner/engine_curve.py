@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from scipy.optimize import nnls
 
 from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 _PASSES = 8
 """passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the
@@ -23,10 +24,6 @@ _FEWEST_READ = 0.1
 """share of the decoded tokens; if fewer were prefilled again, they show other costs of resumption, not that of prefill"""
 _TINY_S = 1e-9
 """least duration of a step"""
-
-
-class CurveError(ValueError):
-    """There is no curve: too few calls to fit one, or a bad file."""
 
 
 _Cost = Annotated[float, Meta(ge=0)]
@@ -58,12 +55,12 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
         """The curve in a JSON file, an object of the fields.
 
         Raises:
-            CurveError: it is not such a file; names the file.
+            ValueError: it is not such a file; names the file.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
-            raise CurveError(f"{path} is no engine curve: {error}") from error
+            raise ValueError(f"{path} is no engine curve: {error}") from error
 
 
 PRESETS = {
@@ -73,7 +70,7 @@ PRESETS = {
 """Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
 
 
-def fit(calls: Iterable[EngineCall]) -> EngineCurve:
+def fit(calls: Collection[EngineCall]) -> EngineCurve:
     """Fit a curve to the durations of ``calls``: every field but ``kv_tokens``.
 
     Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
@@ -85,15 +82,14 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
     is not separated from the other terms; nor is that of contexts if a resumed call does not note its context.
 
     Raises:
-        CurveError: there are fewer than two calls, or all of them ran beside equally many others.
+        ValueError: there are fewer than two calls, or all of them ran beside equally many others.
     """
-    by_replica: dict[Hashable, list[EngineCall]] = {}
-    for call in calls:
-        if call.tokens > 0 and call.end > call.busy_from:
-            by_replica.setdefault(call.replica, []).append(call)
-    spans = [_Spans(found) for found in by_replica.values()]
+    columns = CallColumns.joined([calls])
+    ran = (columns.column("tokens") > 0) & (columns.column("end") > columns.column("busy_from"))
+    replica = np.where(ran, columns.column("replica"), -1)
+    spans = [_Spans(CallColumns.of(columns.table[replica == each])) for each in np.unique(replica[ran])]
     if sum(span.tokens.size for span in spans) < 2:
-        raise CurveError("fewer than two engine calls that decoded anything")
+        raise ValueError("fewer than two engine calls that decoded anything")
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
@@ -108,7 +104,7 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
             np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
         )
         if np.ptp(running) < 1e-9:
-            raise CurveError(
+            raise ValueError(
                 f"all engine calls ran beside {running[0]:g} samples: the curve has no slope to be read off"
             )
         # The duration of each step varies independently, by a share of itself.
@@ -124,13 +120,13 @@ def fit(calls: Iterable[EngineCall]) -> EngineCurve:
 class _Spans:
     """The calls of one replica, with the running calls and the context lengths at each moment."""
 
-    def __init__(self, calls: Sequence[EngineCall]) -> None:
-        starts, ends = np.array([c.busy_from for c in calls]), np.array([c.end for c in calls])
-        self.tokens = np.array([c.tokens for c in calls], dtype=float)
+    def __init__(self, calls: CallColumns) -> None:
+        starts, ends = calls.column("busy_from"), calls.column("end")
+        self.tokens, self._begun_with, self._read = (
+            calls.column(name).astype(float) for name in ("tokens", "context_tokens", "resumed_tokens")
+        )
         self.seconds = ends - starts
-        self.contexts_known = all(c.context_tokens or not c.resumed_tokens for c in calls)
-        self._begun_with = np.array([c.context_tokens for c in calls], dtype=float)
-        self._read = np.array([c.resumed_tokens for c in calls], dtype=float)
+        self.contexts_known = not np.any((self._begun_with == 0) & (self._read > 0))
         self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
         self._from, self._to = where[: len(calls)], where[len(calls) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Self
 
 import numpy as np
@@ -89,11 +90,6 @@ class LengthTrace:
         """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
         return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
 
-    def replay(self) -> Iterator[int]:
-        """Indices of the groups in order, over and over."""
-        while True:
-            yield from range(len(self.groups))
-
     def draw(self, seed: int) -> Iterator[int]:
         """Indices of groups drawn with replacement, for ever."""
         rng = np.random.default_rng(seed)
@@ -164,7 +160,7 @@ class PlayedSamples:
         if lengths.samples_per_group != samples_per_group:
             raise ValueError(f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {samples_per_group}")
         self._lengths = lengths
-        self._order = lengths.replay() if seed is None else lengths.draw(seed)
+        self._order = cycle(range(len(lengths.groups))) if seed is None else lengths.draw(seed)
         self._groups = groups
         self._left: dict[str, list[int]] = {}
         """for each group offered and not trained: lengths of its samples that have not started, last first"""
