@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
-from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.codec import encode, restore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
 from tests.bench.manager import manager_of
@@ -62,7 +62,7 @@ def _measure(manager: PromptsManager, groups: int, path: Path) -> dict[str, floa
     encoded = time.perf_counter()
     write_snapshot(path, state)
     saved = time.perf_counter()
-    manager_of(groups, _GROUP).load_state_dict(read_snapshot(path))
+    restore(manager_of(groups, _GROUP), read_snapshot(path))
     return {
         "blocked": blocked - began,
         "encode": encoded - blocked,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
+from recipe.partial_rollout.manager.codec import encode
 from recipe.partial_rollout.manager.types import Progress, SampleOutput
 
 
@@ -23,6 +24,11 @@ class InProcess:
 
     put = staticmethod(tuple)
     fetch = staticmethod(dict)
+
+
+def state_of(manager):
+    """What a checkpoint would hold of a ``PromptsManager`` that keeps its outputs itself."""
+    return encode(manager.capture(), dict)
 
 
 def tokens_in(manager):

@@ -17,10 +17,11 @@ import pytest
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import FailureLimits
+from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.manager.policies import FailureVerdict
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Progress, Prompt, Segment
-from tests.unit.shared import output_of, settings_of
+from tests.unit.shared import output_of, settings_of, state_of
 
 CHUNK = 3
 """tokens of one engine call"""
@@ -85,9 +86,9 @@ class ScriptedRun:
 
     def crash(self, sample_id):
         """Everything dies right after a checkpoint, and the training goes on from it."""
-        write_snapshot(self.path, self.manager.state_dict())
+        write_snapshot(self.path, state_of(self.manager))
         self.boot()
-        self.manager.load_state_dict(read_snapshot(self.path))
+        restore(self.manager, read_snapshot(self.path))
 
     def step(self, transition, verb, sample_id=None):
         self.fault(self, transition, "before", sample_id)

@@ -26,13 +26,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.admission import pacing_load
+from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Progress, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.run_log import Ended, RolloutPhase, Round, RunLog, TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.runs import pr_settings
-from tests.unit.shared import output_of, settings_of
+from tests.unit.shared import output_of, settings_of, state_of
 
 SEQUENCES = int(os.environ.get("PARTIAL_ROLLOUT_SEQUENCES", "2000"))
 
@@ -535,7 +536,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.may_save())
     @rule()
     def checkpoint(self):
-        data = plain_state.pack(self.manager.state_dict())
+        data = plain_state.pack(state_of(self.manager))
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
     @precondition(lambda self: started(self) and self.checkpoints)
@@ -547,7 +548,7 @@ class ManagerLife(RuleBasedStateMachine):
         data, model = self.checkpoints[chosen]
         del self.checkpoints[chosen + 1 :]
         self.manager = self.build()
-        self.manager.load_state_dict(plain_state.unpack(data))
+        restore(self.manager, plain_state.unpack(data))
         self.model = model.copy_without_owners()
         self.capacity = {}
         self.join(1 + pick % 5)

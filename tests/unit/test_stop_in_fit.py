@@ -21,6 +21,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
@@ -29,6 +30,7 @@ from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.step_log import StepLog
+from tests.unit.shared import state_of
 
 STEPS = 4
 OVERRIDES = (
@@ -96,13 +98,13 @@ class Rollout:
 
     async def save(self, path):
         self._require_trained("a checkpoint")
-        write_snapshot(Path(path), self.manager.state_dict())
+        write_snapshot(Path(path), state_of(self.manager))
 
     async def first_errors(self):
         return ['File "my_loop.py", line 7']
 
     async def load(self, path, step):
-        self.manager.load_state_dict(read_snapshot(Path(path)))
+        restore(self.manager, read_snapshot(Path(path)))
 
 
 class Figures(dict):

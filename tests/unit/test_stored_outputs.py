@@ -4,7 +4,7 @@ import weakref
 
 from recipe.partial_rollout.checkpoint.plain_state import pack
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.codec import encode, restore
 from tests.unit.shared import InProcess, begin, tokens_in
 
 
@@ -48,7 +48,7 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
         state = encode(m.capture(), store.fetch)
         packed.append(pack(state))
         resumed = manager(prompts=0, put=store.put)
-        resumed.load_state_dict(state)
+        restore(resumed, state)
         assert held_by(resumed) == held_by(m)
         m.groups.train([group.uid for group in m.take_batch(stop=True)])
         figures.append((tokens_in(m), tokens_in(resumed), m.counters, m.metrics()))

@@ -16,7 +16,7 @@ from recipe.partial_rollout.worker import claim_loop
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.loop_life import Life, config_of, living, output_of
-from tests.unit.shared import hangs, lets_a_cancellation_out, tokens_in
+from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
 from tests.unit.test_loops import ask, function
 
 NO_LIMIT = contextlib.nullcontext()
@@ -174,7 +174,7 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
         await asyncio.sleep(0.1)
         assert tokens_in(one.actor._manager) == (0 if after_s else 7)
         await one.stop_round()
-        rows = [each for row in one.actor._manager.state_dict()["groups"] for each in row["samples"]]
+        rows = [each for row in state_of(one.actor._manager)["groups"] for each in row["samples"]]
         saved = [(len(made["token_ids"]), made["stop_reason"]) for each in rows for made in each["segments"]]
         assert ([*one.outputs], one.engine.decoded) == (["0/1"], 67)
         assert saved == [(7, "completed")]

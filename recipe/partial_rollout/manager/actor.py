@@ -26,7 +26,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.codec import encode, restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import (
@@ -278,10 +278,9 @@ class ManagerActor:
 
         Raises:
             TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
-            ValueError: see ``PromptsManager.load_state_dict``.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
-        self._manager.load_state_dict(state)
+        restore(self._manager, state)
         self._spared = self._manager.counters.spared_groups
 
     # -- workers ---------------------------------------------------------------------------------------------------

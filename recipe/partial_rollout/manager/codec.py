@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from recipe.partial_rollout.manager.types import (
     SampleState,
     Segment,
 )
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 
 Fetch = Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
 """brings the outputs of stored groups, by uid"""
@@ -101,14 +104,18 @@ def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, groups: Groups) -> int:
-    """Fill ``reserve`` and ``groups`` with the encoded state; no sample has an owner afterwards. Returns the version.
+def restore(manager: PromptsManager, state: dict[str, Any]) -> None:
+    """Give ``manager`` the encoded state: unfinished samples are claimable, no sample has an owner.
 
     The source is open again: a resumed training may have more steps than the one that drained.
 
     Raises:
-        ValueError: a group has another number of samples.
+        RuntimeError: it has prompts already.
     """
+    reserve, groups = manager.reserve, manager.groups
+    if reserve.prompts or groups.counters.admitted_groups:
+        raise RuntimeError("restore: the manager has prompts already; load before the first offer")
+    manager.version = state["version"]
     reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     reserve.last_offered = state["last_offered"]
     for name, total in state["counters"].items():
@@ -116,15 +123,14 @@ def decode(state: dict[str, Any], samples_per_group: int, reserve: Reserve, grou
     groups.trained = dict(state["trained"].tolist())
     groups.admitted = list(state["admitted"])
     groups.filtered = [FilteredGroup(**row) for row in state["filtered"]]
-    groups.restore(_groups(state, samples_per_group))
-    return state["version"]
+    groups.restore(_groups(state))
+    for group in groups.by_order.values():
+        manager.enter(group)
 
 
-def _groups(state: dict[str, Any], size: int) -> Iterator[PromptGroup]:
+def _groups(state: dict[str, Any]) -> Iterator[PromptGroup]:
     for row in state["groups"]:
         group = PromptGroup(Prompt(**row["prompt"]), row["order"], birth=row["birth"])
-        if len(row["samples"]) != size:
-            raise ValueError(f"manager state: group {group.uid} has {len(row['samples'])} samples: {size}")
         group.samples += [_sample(f"{group.uid}#{i}", group, saved) for i, saved in enumerate(row["samples"])]
         yield group
 

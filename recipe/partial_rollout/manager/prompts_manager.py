@@ -1,7 +1,7 @@
 """The state of partial rollout: which prompts are in flight, and the state of each of their samples.
 
 A pure state machine, driven by verbs: no Ray, no asyncio, no torch, no clock of its own. It guarantees, across
-``state_dict`` and ``load_state_dict``, that
+checkpoints, that
 
 * every prompt offered is consumed exactly once: its group is acknowledged as trained, or FILTERED when its last sample
   ends;
@@ -28,7 +28,7 @@ from typing import Any
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission, in_time
-from recipe.partial_rollout.manager.codec import capture, decode, encode
+from recipe.partial_rollout.manager.codec import capture
 from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
@@ -241,12 +241,12 @@ class PromptsManager:
             to_replace=self._to_replace,
         ):
             prompt = self.reserve.prompts.popleft()
-            self._enter(groups.enter(prompt, self._settings.samples_per_group))
+            self.enter(groups.enter(prompt, self._settings.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
             admitted += 1
         return admitted
 
-    def _enter(self, group: PromptGroup) -> None:
+    def enter(self, group: PromptGroup) -> None:
         """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
         for sample in group.samples:
             if sample.state is not SampleState.FINISHED:
@@ -363,7 +363,7 @@ class PromptsManager:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """The state at this moment, cheap to take; ``codec.encode`` makes the ``state_dict`` of it.
+        """The state at this moment, cheap to take; ``codec`` encodes and restores it.
 
         Raises:
             RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
@@ -373,23 +373,6 @@ class PromptsManager:
                 f"version {self.version} has begun, the batch before it is not trained: too early to save"
             )
         return capture(self.version, self.reserve, self.groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All but the workers, in plain Python and numpy; layout in ``codec``."""
-        return encode(self.capture(), dict)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``: unfinished samples are claimable, groups that were with the trainer are ready again.
-
-        Raises:
-            ValueError: its groups have another number of samples.
-            RuntimeError: this manager already has prompts.
-        """
-        if self.reserve.prompts or self.counters.admitted_groups:
-            raise RuntimeError("load_state_dict: the manager has prompts already; load before the first offer")
-        self.version = decode(state, self._settings.samples_per_group, self.reserve, self.groups)
-        for group in self.groups.by_order.values():
-            self._enter(group)
 
     # -- observation -----------------------------------------------------------------------------------------------
 
