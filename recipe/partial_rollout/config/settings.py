@@ -189,20 +189,16 @@ class FailureLimits:
         "run.",
         at_least=0,
     )
-    tool_timeout_s: float | None = key(
+    tool_timeout_s: float | None = seconds(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "
         "retry calls again, the tool says ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
-        above=0,
-        unit="seconds",
     )
-    sample_timeout_s: float | None = key(
+    sample_timeout_s: float | None = seconds(
         1200,
         "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
         "slot, the next round, the engine and the reward have deadlines of their own and do not count. In validation the "
         "run ends. At least `tool_timeout_s`. `null`: no limit.",
-        above=0,
-        unit="seconds",
     )
     max_masked_fraction: float = key(
         0.25,

@@ -117,10 +117,6 @@ def load_formats(config: DictConfig) -> Collection[str]:
     return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
 
 
-def is_dtype(value: Any, _: DictConfig) -> bool:
-    return value is None or str(value) in DTYPES
-
-
 def attentions(_: DictConfig) -> list[str]:
     """Those that transformers knows, with any that a module of the user's has registered."""
     return ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]

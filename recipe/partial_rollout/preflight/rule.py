@@ -114,10 +114,6 @@ def or_null(rule: Rule) -> Rule:
     )
 
 
-def share(key: str) -> Rule:
-    return Rule(key, lambda value, _: 0 < value <= 1, "above 0, at most 1")
-
-
 def divisible(key: str, times: str, by: Count, what: str, why: str = "") -> Rule:
     """The product of two keys must be divisible by a number of ``what``."""
     return Rule(

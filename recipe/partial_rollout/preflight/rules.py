@@ -43,7 +43,6 @@ from recipe.partial_rollout.preflight.rule import (
     or_null,
     other_than,
     same,
-    share,
     where,
 )
 from recipe.partial_rollout.training.loss import DECOUPLED_PPO
@@ -259,7 +258,11 @@ _LEARNING = (
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
         one_of("actor.optim.lr_scheduler_type", ("constant", "cosine")),
         *(
-            Rule(f"actor.fsdp_config.{key}", facts.is_dtype, "one of " + ", ".join(sorted(facts.DTYPES)))
+            Rule(
+                f"actor.fsdp_config.{key}",
+                lambda v, _: v is None or str(v) in facts.DTYPES,
+                "one of " + ", ".join(sorted(facts.DTYPES)),
+            )
             for key in _DTYPE_KEYS
         ),
         *(
@@ -295,7 +298,10 @@ _ENGINES = (
         Rule(f"{node}.top_k", lambda v, _: v == -1 or v >= 1, "-1 for all tokens, or at least 1")
         for node in ("rollout", "rollout.val_kwargs")
     ),
-    *(share(f"rollout.{key}") for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
+    *(
+        Rule(f"rollout.{key}", lambda v, _: 0 < v <= 1, "above 0, at most 1")
+        for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")
+    ),
     *(least(f"rollout.{key}", 1) for key in ("val_kwargs.n", "max_num_seqs", "max_num_batched_tokens")),
     *(least(key, 1) for key in ("rollout.agent.num_workers", "reward.num_workers")),
     one_of("rollout.scheduling_policy", ("fcfs", "priority")),
@@ -444,6 +450,14 @@ _PARTIAL_ROLLOUT = (
 RULES = (*_TRAINING, *_LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
 
 WARNINGS = (
+    *where(
+        _PR,
+        other_than(
+            "partial_rollout.correction",
+            Correction.NONE,
+            "samples that span policy versions train without behaviour weights",
+        ),
+    ),
     *where(
         _SEPARATE,
         least(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 from verl.trainer.ppo.utils import need_critic
@@ -19,10 +17,6 @@ def wire_correction(config: DictConfig) -> None:
     """Fill in verl's keys for the correction asked for; ``config`` has passed ``preflight/rules.py``."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     if config.partial_rollout.correction == Correction.NONE:
-        print(
-            "warning: partial_rollout.correction=none: samples that span policy versions train without behaviour weights",
-            file=sys.stderr,
-        )
         return
     if correction.rollout_is is None:
         correction.rollout_is = str(weight_level(actor.policy_loss.loss_mode))
