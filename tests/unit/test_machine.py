@@ -68,6 +68,16 @@ def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(bui
     assert not list(missing_packages(build(*overrides)))
 
 
+def test_verls_own_trainer_runs_the_configs_of_this_repository(build, monkeypatch):
+    """As the arms of a study do, whose configs have partial rollout on."""
+    ran = []
+    monkeypatch.setattr(verl_trainer, "missing_packages", lambda config: ())
+    monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
+    monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: ran.append(config.trainer.v1.trainer_mode))
+    verl_trainer.main.__wrapped__(build("trainer.use_v1=True", "trainer.v1.trainer_mode=colocate_async"))
+    assert ran == ["colocate_async"]
+
+
 def test_another_release_of_the_queue_is_refused_under_v1_alone(build, monkeypatch):
     """The deadline of its clients is a patch of one release; verl takes any from 0.1.10 on."""
     for module in ("guard", "v1"):

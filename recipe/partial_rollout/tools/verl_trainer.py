@@ -28,6 +28,8 @@ def main(config: DictConfig) -> None:
         size_bucket(config)
     except ConfigError as error:
         refuse(error)
+    # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
+    config.partial_rollout.enable = False
     try:
         # verl's own decorator would compose its default config.
         verls.main.__wrapped__(config)
