@@ -32,9 +32,6 @@ from recipe.partial_rollout.manager.types import (
 if TYPE_CHECKING:
     from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 
-Fetch = Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
-"""brings the outputs of stored groups, by uid"""
-
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
@@ -82,8 +79,10 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
     pack(_fields(output), f"sample {sample_id}")
 
 
-def encode(captured: dict[str, Any], fetch: Fetch) -> dict[str, Any]:
-    """``captured``, completed in place."""
+def encode(
+    captured: dict[str, Any], fetch: Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
+) -> dict[str, Any]:
+    """``captured``, completed in place; ``fetch`` brings the outputs of stored groups, by uid."""
     stored = {group["prompt"]["uid"]: group.pop("stored") for group in captured["groups"]}
     fetched = fetch({uid: outputs for uid, outputs in stored.items() if outputs is not None})
     for group in captured["groups"]:

@@ -274,7 +274,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         **kwargs,
                     )
                 except ReplicaError as error:
-                    self._leave(sample, request.address, error)
+                    if not error.dead or self.replicas is None or not self.replicas.leave(sample, request.address):
+                        raise
+                    # Another replica lives.
                     continue
                 finally:
                     turn.request = None
@@ -288,11 +290,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         sample.replica = None
                     sample.keeper.release_slot(sample)
         return last
-
-    def _leave(self, sample: LiveSample, address: str, error: ReplicaError) -> None:
-        """Move to another replica if that at ``address`` is dead; raises if that does not help."""
-        if not error.dead or self.replicas is None or not self.replicas.leave(sample, address):
-            raise error
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
         """Tokens that an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
