@@ -320,6 +320,15 @@ def test_scores_of_a_colocated_reward_model_reach_the_rows_in_the_order_of_the_b
     assert [row[0].item() for row in fields["rm_scores"].unbind()] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_checkpoint_of_a_step_that_has_updated_nothing_is_of_that_step():
+    """v1 saves in the critic's warm-up, ``RayPPOTrainer`` does not; a run without a critic has ended no batch by then."""
+    trainer, told = object.__new__(PartialRolloutPPOTrainer), []
+    trainer.global_steps = 3
+    trainer.session = SimpleNamespace(complete_step=told.append, save=lambda save: told.append("saved"))
+    trainer._save_checkpoint()
+    assert told == [3, "saved"]
+
+
 def test_verls_registry_knows_the_recipes_trainer_and_still_refuses_what_nobody_registered():
     from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 

@@ -201,6 +201,8 @@ class TrainerRun:
 
     def _save_checkpoint(self) -> None:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
+        # Under v1 also in the critic's warm-up, where a run without a critic has updated nothing.
+        self._complete_step()
         self.session.save(super()._save_checkpoint)  # type: ignore[misc]
 
     def _load_trainer(self, load: Callable[[], object]) -> None:
