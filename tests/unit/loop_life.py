@@ -294,7 +294,10 @@ async def living(life):
         try:
             yield life
         finally:
-            life.serving.cancel()
+            # asyncio.run does so again: a task may be in the midst of ending another, and waits for it.
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0.01)
 
 
 def play(life_of, story):

@@ -30,7 +30,8 @@ async def says(client, row, params):
 
 def training(lengths, loop=says, **settings):
     """A prompt for each list of ``lengths``, in an open first round; a token takes 2 ms at least."""
-    return living(Life(loop, [{"lengths": group} for group in lengths], n=len(lengths[0]), tick=0.002, **settings))
+    rows, settings = [{"lengths": group} for group in lengths], {"config": config_of(400), "tick": 0.002, **settings}
+    return living(Life(loop, rows, n=len(lengths[0]), **settings))
 
 
 def batch_of(one):
@@ -39,6 +40,12 @@ def batch_of(one):
 
 def states(one):
     return [sample.state for sample in one.actor._manager.samples.unfinished.values()]
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize(("failures", "masked"), [(1, False), (3, True)])
@@ -62,7 +69,7 @@ async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_
 
 
 async def test_interrupted_sample_goes_on_though_it_waits_and_decodes_for_longer_than_its_timeout():
-    async with training([[5], [120]], sample_timeout_s=0.1, config=config_of(120)) as one:
+    async with training([[5], [120]], sample_timeout_s=0.1) as one:
         await one.stop_round()
         await asyncio.sleep(0.3)
         await one.next_round()
@@ -171,7 +178,7 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
 
     slots = 2 if after_s else 1
     async with training([[7], [60]], score=score, release_after_s=after_s, slots=slots) as one:
-        await asyncio.sleep(0.1)
+        await until(lambda: one.engine.decoded > 20 if after_s else tokens_in(one.actor._manager) > 0)
         assert tokens_in(one.actor._manager) == (0 if after_s else 7)
         await one.stop_round()
         rows = [each for row in state_of(one.actor._manager)["groups"] for each in row["samples"]]
@@ -200,7 +207,7 @@ async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outliv
         return ToolResponse(text="bought"), 0.0, {}
 
     async with training([[7]], **buys(buy)) as one:
-        await asyncio.sleep(0.1)
+        await until(lambda: calls)
         await one.actor.release_worker("w1")
         await one.actor.register_worker("w2", 16)
         (grant,) = await asyncio.wait_for(one.actor.claim("w2"), 5)
@@ -229,18 +236,18 @@ async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_i
 
     async with training([[7, 7, 7]], **buys(buy)) as one, asyncio.timeout(20):
         while not (errors := await one.actor.first_errors()):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)
         assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
 
 
-def conversations(tool_s, *, events=None, places=NO_LIMIT):
-    """A loop whose samples of 10 tokens make them in two turns with a tool call between them."""
+def conversations(answer, *, events=None, places=NO_LIMIT):
+    """A loop whose samples of 10 tokens make them in two turns with a tool call between them, which awaits ``answer()``."""
     events = [] if events is None else events
 
     async def look(name):
         async with places:
             events.append(f"{name} asks")
-            await asyncio.sleep(tool_s)
+            await answer()
             events.append(f"{name} has its answer")
         return "4"
 
@@ -259,28 +266,31 @@ def conversations(tool_s, *, events=None, places=NO_LIMIT):
 
 
 async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_new_prompts():
-    events = []
-    talks = conversations(0.15, events=events)
-    async with training([[10], [60], [5]], slots=1, release_after_s=0.02, **talks) as one:
-        await asyncio.sleep(0.1)
-        assert states(one) == ["away", "running", "waiting"]
+    events, answered = [], asyncio.Event()
+    talks = conversations(answered.wait, events=events)
+    async with training([[10], [120], [5]], slots=1, release_after_s=0.02, **talks) as one:
+        await until(lambda: states(one) == ["away", "running", "waiting"])
+        await asyncio.sleep(0.12)
+        answered.set()
         await one.stop_round()
         assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
         assert one.figures()["agent/slots_freed_s_total"] > 0.1
 
 
 async def test_tool_may_hold_places_of_its_own_and_who_waits_for_one_holds_no_slot():
-    events = []
-    talks = conversations(0.2, events=events, places=asyncio.Semaphore(1))
-    async with training([[10], [10], [60]], slots=1, release_after_s=0.02, **talks) as one:
-        await asyncio.sleep(0.12)
-        assert states(one) == ["away", "away", "running"]
+    events, answered = [], asyncio.Event()
+    talks = conversations(answered.wait, events=events, places=asyncio.Semaphore(1))
+    async with training([[10], [10], [300]], slots=1, release_after_s=0.02, **talks) as one:
+        await until(lambda: states(one) == ["away", "away", "running"])
+        answered.set()
         await one.stop_round()
         assert events[:2] == ["0/0#0 asks", "0/0#0 has its answer"]
 
 
 async def test_slot_is_kept_for_ever_if_asked():
-    async with training([[10], [5]], slots=1, release_after_s=float("inf"), **conversations(0.1)) as one:
+    async with training(
+        [[10], [5]], slots=1, release_after_s=float("inf"), **conversations(lambda: asyncio.sleep(0.1))
+    ) as one:
         while not one.actor._manager.round_complete():
             assert "away" not in states(one)
             await asyncio.sleep(0.005)
@@ -290,6 +300,6 @@ async def test_slot_is_kept_for_ever_if_asked():
 async def test_tool_within_its_deadline_is_no_stall(away_s):
     refused = pytest.raises(RolloutFailedError, match=r"stall_s=0\.3\); .*0/0#0 away on w1")
     limits = {"stall_s": 0.3, "away_s": away_s, "release_after_s": 0.02}
-    async with training([[10]], **limits, **conversations(0.6)) as one:
+    async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(0.6))) as one:
         with refused if away_s is None else contextlib.nullcontext():
             await batch_of(one)
