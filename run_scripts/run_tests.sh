@@ -26,8 +26,9 @@ python -m ruff format --check .
 python -m pyright
 lint-imports --no-cache
 shellcheck -x run_scripts/*.sh tests/scripts/*.sh .ci/run
-# A file stays in one process: its tests share what they compose and import.
-python -m pytest tests/unit -n 2 --dist loadfile
+# A file stays in one process: its tests share what they compose and import. By their number of tests, files of one long test
+# would come last, each beside an idle process.
+python -m pytest tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 # Two at once from here on too: starting a Ray or a training keeps a single core busy for most of its time.
 python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder
 exec python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder

@@ -32,8 +32,14 @@ SCHEDULERS = [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchron
 """vLLM's schedulers that tests run with on a CPU: its own, which every training has too, and a GPU's"""
 if os.environ.get("VERL_PLATFORM") != "cpu":
     SCHEDULERS = ["device's"]
+TRAININGS = ("test_training.py", "test_separate.py", "test_algorithms.py", "test_tutorial.py")
+"""files of every commit that train, the longest first: they begin, and what takes less fills both processes to the end"""
 MOST_STARTS = 6
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: TRAININGS.index(item.path.name) if item.path.name in TRAININGS else len(TRAININGS))
 
 
 @pytest.fixture(scope="session")
