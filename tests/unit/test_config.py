@@ -164,6 +164,7 @@ MISTAKES = {
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",
     "algorithm.adv_estimator=remax": "any other",
+    "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: any other with algorithm.adv_estimator=gae",
     f"{ROLLOUT}.enable_rollout_routing_replay=True": "False with partial_rollout.enable=True: an interrupted",
     f"{ROLLOUT}.disaggregation.enabled=True": "False with partial_rollout.enable=True",
     f"{ROLLOUT}.full_determinism=True": "False with partial_rollout.enable=True: every request is seeded alike",

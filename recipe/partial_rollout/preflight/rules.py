@@ -211,6 +211,7 @@ _LEARNING = (
     ),
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
+    *where(on("algorithm.adv_estimator", "gae"), other_than("critic.enable", False, "it takes a critic's values")),
     Rule(
         "rollout.n",
         lambda v, c: v >= 2 or at(c, "algorithm.adv_estimator") not in _GROUPED,
