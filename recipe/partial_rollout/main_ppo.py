@@ -267,6 +267,13 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except Exception as error:
+        import ray
+
+        from recipe.partial_rollout.preflight.verl_keys import null_section
+
+        broke = isinstance(error, TypeError | AttributeError) and not ray.is_initialized()
+        if broke and (null := null_section(config)):
+            refuse(null)
         if act is check:
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)

@@ -100,6 +100,24 @@ def check_verl_keys(config: DictConfig) -> None:
         raise fail(path, value, allowed)
 
 
+def null_section(config: DictConfig) -> ConfigError | None:
+    """The first section that is null where verl has keys, if any: what a check that broke was given.
+
+    verl reads some as null, so it is no mistake in itself.
+    """
+
+    def found(node: Any, known: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name, default in known.items():
+            if isinstance(default, Mapping) and default and name in node:
+                if node[name] is None:
+                    yield f"{path}{name}", default
+                elif isinstance(node[name], Mapping):
+                    yield from found(node[name], default, f"{path}{name}.")
+
+    given: Any = OmegaConf.to_container(config)
+    return next((fail(path, None, _section(path, default)) for path, default in found(given, _declared(), "")), None)
+
+
 def nearest_key(key: str) -> str | None:
     """The key of verl's that the user probably meant: spelt similarly, or the same in another section."""
     node: Any = _declared()
