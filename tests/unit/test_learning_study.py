@@ -139,8 +139,10 @@ def test_areals_table_has_a_row_an_eta_and_says_what_has_not_run():
 
 def test_estimators_are_compared_with_their_own_nopr(tmp_path):
     runs = [build_run((0.9,) * 6), build_run((0.5,) * 6, arm="noPR_rloo"), build_run((0.6,) * 6, arm="PR_rloo")]
+    runs += [build_run((0.5,) * 6, arm="noPR_opo"), build_run((0.48,) * 6, arm="PR_opo")]
     rows = {row[0]: row[1:] for row in estimators_table(runs).rows}
-    assert rows["RLOO"] == ["0.500", "0.600", "+0.100", "0 of 1", "1.00"]
+    assert rows["RLOO"] == ["0.500", "0.600", "+0.100", "above", "0 of 1"]
+    assert rows["OPO"] == ["0.500", "0.480", "-0.020", "within noise", "0 of 1"]
     assert rows["GSPO"] == ["not run", "", "", "", ""]
     # The page names the arms that would fill it.
     write_published(runs, tmp_path, "the command")

@@ -15,7 +15,7 @@ from recipe.partial_rollout.tools.table import Table
 from tests.studies.arm import BASELINE
 from tests.studies.learning.arms import ESTIMATORS, ETAS, UPDATED
 from tests.studies.learning.figures import ArmFigures, compare
-from tests.studies.learning.run import FALL, LearningRun
+from tests.studies.learning.run import FALL, LAST, LearningRun
 from tests.studies.picture import BASELINE_HUE, DPI, plain
 from tests.studies.spread import with_error
 
@@ -28,6 +28,8 @@ WAITS = "PR_eta_4_wait"
 """engines that end their requests before they load; the option is deleted"""
 SEEDS = 2
 """of a cell"""
+RESPONSES = 512
+"""of a validation"""
 NOT_RUN = "not run"
 
 
@@ -51,7 +53,8 @@ def write_published(runs: Sequence[LearningRun], docs: Path, command: str) -> No
         f"**Cells with fewer than {SEEDS} runs.** What trains them:",
         f"```bash\n{script} --seeds 1 2 --arms noPR {' '.join(etas)}\n```",
         estimators_table(runs).markdown(),
-        "Each has trained two steps of either arm (`tests/e2e/test_algorithms.py`). One pair each of 24 steps:",
+        f"Noise: two standard errors of the difference of two finals, of {RESPONSES} responses a validation. Seconds are "
+        "not told: other work ran beside. One pair each of 24 steps:",
         f"```bash\n{script} --seeds 1 --steps 24 --arms {' '.join(pairs)}\n```",
     ]
     (docs / TEXT).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -122,6 +125,9 @@ def estimators_table(runs: Sequence[LearningRun]) -> Table:
         if pair is None:
             rows.append([caption, NOT_RUN, "", "", "", ""])
             continue
-        before = [f"{np.mean([run.final for run in side]):.3f}" for side in (pair.bases, pair.runs)]
-        rows.append([caption, *before, *_cells(pair)])
-    return Table("Estimators", ["", BASELINE.name, "PR", "final minus noPR", "PR fell", "step"], rows)
+        finals = [float(np.mean([run.final for run in side])) for side in (pair.bases, pair.runs)]
+        share, gap = np.mean(finals), finals[1] - finals[0]
+        noise = 2 * np.sqrt(2 * share * (1 - share) / (RESPONSES * LAST))
+        verdict = "within noise" if abs(gap) <= noise else "above" if gap > 0 else "below"
+        rows.append([caption, *(f"{final:.3f}" for final in finals), f"{gap:+.3f}", verdict, _cells(pair)[1]])
+    return Table("Estimators", ["", BASELINE.name, "PR", "final minus noPR", "", "PR fell"], rows)
