@@ -158,7 +158,7 @@ def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
     rounds = default_rounds(steps=3)
     runs = [
         build_run(tmp_path / "a", rounds=rounds, metrics=validated("math", at=3), trainer="fsdp2"),
-        build_run(tmp_path / "b", rounds=rounds, metrics=validated("math", at=2), arm="PR", complete=False),
+        build_run(tmp_path / "b|2", rounds=rounds, metrics=validated("math", at=2), arm="PR", complete=False),
         build_run(tmp_path / "c", rounds=rounds, arm="PR", mode="april", placement="separate"),
     ]
     first, second, third = runs_table(compare(list(map(load_run, runs))))
@@ -173,7 +173,9 @@ def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
     # In every form that is saved.
     assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     assert "0.100 @8" in capsys.readouterr().out
-    assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.100 @8 |" in (tmp_path / "out/report.md").read_text()
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.100 @8 |" in text
+    assert r"| b\|2 | PR, window |" in text
     assert "<td>0.100 @8</td>" in (tmp_path / "out/report.html").read_text()
     report = json.loads((tmp_path / "out/report.json").read_text())["runs"]["a"]
     assert report["validation"] == {

@@ -31,7 +31,8 @@ class Table:
 
     def markdown(self) -> str:
         return f"## {self.title}\n\n" + "\n".join(
-            "| " + " | ".join(cells) + " |"
+            # A name of the user's may have the sign that ends a cell.
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
             for cells in (self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows)
         )
 
