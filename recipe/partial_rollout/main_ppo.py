@@ -272,7 +272,7 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
         from recipe.partial_rollout.preflight.verl_keys import null_section
 
         broke = isinstance(error, TypeError | AttributeError) and not ray.is_initialized()
-        if broke and (null := null_section(config)):
+        if broke and (null := null_section(config, error)):
             refuse(null)
         if act is check:
             where = traceback.extract_tb(error.__traceback__)[-1]

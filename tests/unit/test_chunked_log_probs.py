@@ -184,7 +184,7 @@ def seconds():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
 @pytest.mark.parametrize(("vocabulary", "dtype"), MODELS if ON_GPU else SMALL, ids=str)
 @pytest.mark.parametrize("what", ["log-probs", "entropy"])
-def test_print_errors_operators_memory_and_time_of_2048_tokens(what, vocabulary, dtype, backward):
+def test_error_of_2048_tokens_is_float32s(what, vocabulary, dtype, backward):
     torch.set_num_threads(1)
     logits, labels = inputs(2_048, vocabulary, dtype, "cuda" if ON_GPU else "cpu")
     print(f"\n{what}, {vocabulary:,} x {dtype}, {'with gradients' if backward else 'forward'}")
@@ -198,4 +198,5 @@ def test_print_errors_operators_memory_and_time_of_2048_tokens(what, vocabulary,
                 gradient(function, logits, upstream) if backward else function(logits)
             best = min(best, seconds() - began)
         off = error(what, module, logits, labels)
+        assert name == "verl" or off < 1e-5
         print(f"  {name}: {operators:,} operators, {peak / 2**20:,.0f} MiB, {best * 1e3:,.0f} ms, error {off:.1e}")

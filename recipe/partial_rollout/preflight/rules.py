@@ -449,27 +449,3 @@ _PARTIAL_ROLLOUT = (
     ),
 )
 RULES = (*_TRAINING, *_LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
-
-WARNINGS = (
-    *where(
-        _PR,
-        other_than(
-            "partial_rollout.correction",
-            Correction.NONE,
-            "samples that span policy versions train without behaviour weights",
-        ),
-    ),
-    *where(
-        _SEPARATE,
-        least(
-            "partial_rollout.overlap",
-            1,
-            "fewer than N groups are in flight while the trainer holds N, so it waits for them",
-        ),
-    ),
-    *where(
-        When(lambda c: _PR.applies(c) and c.trainer.save_freq <= 0, "with trainer.save_freq=-1"),
-        only("partial_rollout.drain", True, "no checkpoint keeps what is in flight at the end"),
-    ),
-)
-"""rules of runs that start all the same"""

@@ -6,12 +6,37 @@ import sys
 
 from omegaconf import DictConfig
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, Placement
 from recipe.partial_rollout.preflight.inputs import check_model, missing_inputs, missing_packages
-from recipe.partial_rollout.preflight.rule import check_rules
-from recipe.partial_rollout.preflight.rules import RULES, WARNINGS
+from recipe.partial_rollout.preflight.rule import When, check_rules, least, on, only, other_than, where
+from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
+
+_PR = on("partial_rollout.enable")
+WARNINGS = (
+    *where(
+        _PR,
+        other_than(
+            "partial_rollout.correction",
+            Correction.NONE,
+            "samples that span policy versions train without behaviour weights",
+        ),
+    ),
+    *where(
+        on("partial_rollout.placement", Placement.SEPARATE),
+        least(
+            "partial_rollout.overlap",
+            1,
+            "fewer than N groups are in flight while the trainer holds N, so it waits for them",
+        ),
+    ),
+    *where(
+        When(lambda c: _PR.applies(c) and c.trainer.save_freq <= 0, "with trainer.save_freq=-1"),
+        only("partial_rollout.drain", True, "no checkpoint keeps what is in flight at the end"),
+    ),
+)
+"""rules of runs that start all the same"""
 
 
 def check_settings(config: DictConfig) -> PartialRolloutConfig:

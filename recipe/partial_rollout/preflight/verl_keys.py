@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, leaves, nearest, unknown
 from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
+from recipe.partial_rollout.waits import one_line
 
 _VERSION = version("verl")
 _LEGACY = ("custom_reward_function", "reward_model", "sandbox_fusion")
@@ -100,10 +101,10 @@ def check_verl_keys(config: DictConfig) -> None:
         raise fail(path, value, allowed)
 
 
-def null_section(config: DictConfig) -> ConfigError | None:
-    """The first section that is null where verl has keys, if any: what a check that broke was given.
+def null_section(config: DictConfig, error: Exception) -> ConfigError | None:
+    """The first section that is null where verl has keys, if any: what a check that raised ``error`` was given.
 
-    verl reads some as null, so it is no mistake in itself.
+    verl reads some as null, so it is no mistake in itself, and ``error`` is told too.
     """
 
     def found(node: Any, known: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -115,7 +116,11 @@ def null_section(config: DictConfig) -> ConfigError | None:
                     yield from found(node[name], default, f"{path}{name}.")
 
     given: Any = OmegaConf.to_container(config)
-    return next((fail(path, None, _section(path, default)) for path, default in found(given, _declared(), "")), None)
+    said = one_line(error)
+    mistakes = (
+        fail(path, None, f"{_section(path, default)} ({said})") for path, default in found(given, _declared(), "")
+    )
+    return next(mistakes, None)
 
 
 def nearest_key(key: str) -> str | None:
