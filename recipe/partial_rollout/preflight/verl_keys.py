@@ -106,21 +106,11 @@ def null_section(config: DictConfig, error: Exception) -> ConfigError | None:
 
     verl reads some as null, so it is no mistake in itself, and ``error`` is told too.
     """
-
-    def found(node: Any, known: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for name, default in known.items():
-            if isinstance(default, Mapping) and default and name in node:
-                if node[name] is None:
-                    yield f"{path}{name}", default
-                elif isinstance(node[name], Mapping):
-                    yield from found(node[name], default, f"{path}{name}.")
-
-    given: Any = OmegaConf.to_container(config)
-    said = one_line(error)
-    mistakes = (
-        fail(path, None, f"{_section(path, default)} ({said})") for path, default in found(given, _declared(), "")
-    )
-    return next(mistakes, None)
+    declared = OmegaConf.create(_declared())
+    for path, value in leaves(OmegaConf.to_container(config)):
+        if value is None and (default := OmegaConf.select(declared, path)) and OmegaConf.is_dict(default):
+            return fail(path, None, f"{_section(path, default)} ({one_line(error)})")
+    return None
 
 
 def nearest_key(key: str) -> str | None:
