@@ -106,8 +106,9 @@ def null_section(config: DictConfig, error: Exception) -> ConfigError | None:
 
     verl reads some as null, so it is no mistake in itself, and ``error`` is told too.
     """
+    given: Any = OmegaConf.to_container(config)
     declared = OmegaConf.create(_declared())
-    for path, value in leaves(OmegaConf.to_container(config)):
+    for path, value in leaves(given):
         if value is None and (default := OmegaConf.select(declared, path)) and OmegaConf.is_dict(default):
             return fail(path, None, f"{_section(path, default)} ({one_line(error)})")
     return None
