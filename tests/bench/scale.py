@@ -28,7 +28,7 @@ from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConf
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.table import Table
 from tests.bench.scripted_engine import ScriptedWorker
 

@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, fit
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.rounds import Simulation, baseline
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.table import Table
 
@@ -71,15 +71,14 @@ def replay(run: RunRecord) -> Replay:
     groups = len(run.trained_groups) if settings.drain else None
     simulation = Simulation(settings, cluster, LengthTrace.of_run(run), seed=None, groups=groups)
     played, steps = list(simulation.rounds(len(run.steps)))[1:], run.steps[1:]
-    batches = [round_.batch for round_ in played]
     measured_s = sum(step.round.phase.seconds for step in steps)
     forecast_s = sum(round_.seconds for round_ in played)
-    ages = np.concatenate([batch.staleness.ravel() for batch in batches])
+    ages = np.concatenate([round_.staleness.ravel() for round_ in played])
     measured = np.array([age for step in steps for age in step.staleness])
     return Replay(
         name="/".join(Path(run.directory).absolute().parts[-2:]),
         measured_ms=1e6 * measured_s / sum(group.tokens for step in steps for group in step.round.trained),
-        forecast_ms=1e6 * forecast_s / sum(int(batch.lengths.sum()) for batch in batches),
+        forecast_ms=1e6 * forecast_s / sum(round_.tokens for round_ in played),
         measured_staleness=float(measured.mean()),
         forecast_staleness=float(ages.mean()),
         measured_staleness_max=int(measured.max()),

@@ -7,9 +7,9 @@ from msgspec import structs
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, EngineCurve, fit
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from tests.unit.shared import settings_of
 
 LENGTHS = LengthTrace.lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
@@ -128,9 +128,9 @@ def test_simulation_trains_every_group_once_within_the_bound(scheduling):
     simulation = Simulation(settings, cluster, lengths, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
     assert list(simulation.rounds(100)) == []
-    trained = np.concatenate([round_.batch.lengths for round_ in rounds])
+    trained = np.concatenate([round_.lengths for round_ in rounds])
     assert len(rounds) == 10 and sorted(map(tuple, trained)) == sorted(map(tuple, lengths.groups))
-    assert max(round_.batch.staleness.max() for round_ in rounds) <= 2
+    assert max(round_.staleness.max() for round_ in rounds) <= 2
 
 
 @pytest.mark.parametrize("scheduling", POLICIES, ids=str)

@@ -8,8 +8,8 @@ import pytest
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.rounds import forecast
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from tests.studies.quorum.estimators import ESTIMATORS, Record, baseline
 from tests.studies.quorum.rounds import Batch, Job, play
 

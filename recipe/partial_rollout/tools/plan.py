@@ -23,8 +23,8 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig, Schedul
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 
 _MAX_STALENESS = defaults_of(PartialRolloutConfig)["max_staleness"]

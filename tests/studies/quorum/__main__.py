@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, EngineCurve
-from recipe.partial_rollout.tools.planner.samples import LengthTrace
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.studies.quorum.estimators import ALGORITHMS, ESTIMATORS, trained
 from tests.studies.quorum.groups import Responses, careful, made_up, of_size, sampled

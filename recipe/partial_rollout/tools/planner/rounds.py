@@ -1,6 +1,6 @@
 """Plays rounds of colocated partial rollout, and forecasts their cost in the long run.
 
-The real ``PromptsManager`` decides, a model of the engine decodes.
+The real ``PromptsManager`` decides, and knows which version made which tokens; a model of the engine decodes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,32 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, Scheduling
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Progress, Segment
+from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
 from recipe.partial_rollout.records.figures import spread
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster
-from recipe.partial_rollout.tools.planner.replica_model import ReplicaModel
-from recipe.partial_rollout.tools.planner.samples import LengthTrace, PlayedSamples, TrainedBatch
+from recipe.partial_rollout.tools.planner.lengths import LengthTrace
+from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 
 _WORKER = "simulation"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRound:
-    """A rollout phase and the batch that it trains."""
+    """A rollout phase and the batch that it trains, of ``g`` groups of ``n`` samples."""
 
     seconds: float
-    batch: TrainedBatch
+    lengths: np.ndarray
+    """int [g, n], tokens"""
+    staleness: np.ndarray
+    """int [g, n], versions since the first token of each"""
+    on_policy_tokens: int
+    """tokens that the version made from which the batch trains"""
+    token_ages: int
+    """sum over the tokens of the versions between each token's own and the one that trains it"""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
 
 
 class Simulation:
@@ -36,7 +47,9 @@ class Simulation:
 
     Args:
         settings: mode, sizes and scheduling are played; dynamic sampling is not.
-        lengths, seed, groups: see ``PlayedSamples``.
+        lengths: response lengths by group.
+        seed: for drawing groups from ``lengths``; None: they come in order, over and over.
+        groups: number of groups in the data; None: endless.
 
     Raises:
         ValueError: ``lengths`` has groups of another size than ``settings``.
@@ -51,8 +64,18 @@ class Simulation:
         seed: int | None = 0,
         groups: int | None = None,
     ) -> None:
+        if lengths.samples_per_group != (n := settings.samples_per_group):
+            raise ValueError(f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {n}")
         self._cluster = cluster
-        self.samples = PlayedSamples(lengths, settings.samples_per_group, seed=seed, groups=groups)
+        self._lengths = lengths
+        self._order = itertools.cycle(range(len(lengths.groups))) if seed is None else lengths.draw(seed)
+        self._groups = math.inf if groups is None else groups
+        self.dispatched: list[np.ndarray] = []
+        """lengths of the groups offered, in order; int [n] each"""
+        self._trained = 0
+        """groups"""
+        self._live: dict[str, Decoding] = {}
+        """samples that have started and not ended, by id"""
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
@@ -61,7 +84,7 @@ class Simulation:
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
         """The next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
-            if self.samples.all_trained:
+            if self._trained == self._groups:
                 return
             yield self._round()
 
@@ -71,16 +94,27 @@ class Simulation:
         self._now = 0.0
         self._begin()
         self._decode()
-        groups, version = self._manager.take_batch(stop=True), self._manager.version
+        taken, version = self._manager.take_batch(stop=True), self._version
         self._interrupt_all()
-        batch = self.samples.train(groups, version)
-        self._manager.groups.train([group.uid for group in groups])
+        self._manager.groups.train([group.uid for group in taken])
+        self._trained += len(taken)
         self._version += 1
-        return SimulatedRound(self._now, batch)
+        batch = [group.outputs for group in taken]
+        versions = np.concatenate([output.versions for outputs in batch for output in outputs])
+        return SimulatedRound(
+            seconds=self._now,
+            lengths=np.array([[output.response_length for output in outputs] for outputs in batch]),
+            staleness=np.array([[output.staleness(version) for output in outputs] for outputs in batch]),
+            on_policy_tokens=int((versions == version).sum()),
+            token_ages=int((version - versions).sum()),
+        )
 
     def _begin(self) -> None:
-        prompts = self.samples.prompts(self._manager.wanted)
-        self._manager.reserve.offer(prompts, 0 if self.samples.all_offered else math.inf)
+        first = len(self.dispatched)
+        count = int(min(self._manager.wanted, self._groups - first))
+        self.dispatched += [self._lengths.groups[at] for at in itertools.islice(self._order, count)]
+        prompts = [Prompt(f"0/{at}", {"lengths": self.dispatched[at]}) for at in range(first, first + count)]
+        self._manager.reserve.offer(prompts, 0 if len(self.dispatched) == self._groups else math.inf)
         self._manager.begin_version(self._version)
         self._claim()
 
@@ -95,33 +129,42 @@ class Simulation:
             self._manager.admit()
             self._claim()
 
-    def _finish(self, sample_id: str) -> None:
-        self._manager.finish(sample_id, self.samples.end(sample_id, self._manager.version))
-
     def _claim(self) -> None:
         """Start what is granted, each sample at the replica that has the fewest."""
         for grant in self._manager.claim(_WORKER):
-            sample, resumed = self.samples.start(grant)
+            if grant.sample_id not in self._live:
+                length = int(grant.row["lengths"][int(grant.sample_id.partition("#")[2])])
+                self._live[grant.sample_id] = Decoding(
+                    grant.sample_id, self._lengths.prompt_tokens, length, grant.order
+                )
             replica = min(self._replicas, key=len)
             replica.advance(self._now)
-            replica.add(sample.engine, reads=not (resumed and self._cluster.keeps_kv))
+            replica.add(self._live[grant.sample_id], reads=not (grant.held and self._cluster.keeps_kv))
 
     def _interrupt_all(self) -> None:
         for replica in self._replicas:
             for decoding in replica.interrupt(self._now):
                 if decoding.left:
-                    self._interrupt(decoding.id)
+                    self._manager.add(Progress(decoding.id, [self._segment(decoding)]))
+                    self._manager.interrupt(decoding.id)
                 else:
                     # The step that the interruption completes has made the last token.
                     self._finish(decoding.id)
-        self.samples.end_version(self._manager.version)
         self._now = max(replica.clock for replica in self._replicas)
 
-    def _interrupt(self, sample_id: str) -> None:
-        zeros = np.broadcast_to(np.float32(0), self.samples.live[sample_id].made_now)
-        segment = Segment(zeros.astype(np.int32), zeros, self._manager.version)
-        self._manager.add(Progress(sample_id, [segment]))
-        self._manager.interrupt(sample_id)
+    def _segment(self, decoding: Decoding) -> Segment:
+        """What this version has made of the sample, in arrays that take no memory."""
+        cached = self._manager.samples.unfinished[decoding.id].cached_tokens
+        made = np.broadcast_to(np.int32(0), decoding.context - self._lengths.prompt_tokens - cached)
+        return Segment(made, made, self._version)
+
+    def _finish(self, sample_id: str) -> None:
+        sample = self._manager.samples.unfinished[sample_id]
+        segments = [*sample.segments, self._segment(self._live.pop(sample_id))]
+        versions = np.repeat([each.version for each in segments], [len(each) for each in segments])
+        zeros, ones = (np.broadcast_to(np.int32(each), len(versions)) for each in (0, 1))
+        output = SampleOutput(zeros[:0], zeros, ones, zeros, versions, len(segments), None, {}, 2, {})
+        self._manager.finish(sample_id, output)
 
 
 _FIRST = 5
@@ -161,10 +204,10 @@ def forecast(
     filling = 2 + math.ceil(2 * settings.overlap)
     simulation = Simulation(settings, cluster, lengths)
     played = list(simulation.rounds(filling + max(rounds, _FIRST)))
-    first = np.concatenate([round_.batch.lengths for round_ in played[:_FIRST]])
+    first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
     steady = played[filling:]
-    seconds, tokens = sum(r.seconds for r in steady), sum(r.batch.tokens for r in steady)
-    staleness = spread(np.concatenate([r.batch.staleness.ravel() for r in steady]))
+    seconds, tokens = sum(r.seconds for r in steady), sum(r.tokens for r in steady)
+    staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
     assert staleness is not None
     return Forecast(
         round_s=seconds / len(steady),
@@ -172,10 +215,10 @@ def forecast(
         efficiency=tokens / seconds / cluster.full_tokens_per_s(settings.batch_samples, lengths.mean_context),
         staleness_mean=staleness.mean,
         staleness_p95=staleness.p95,
-        staleness_max=max(int(r.batch.staleness.max()) for r in played),
-        token_age_mean=sum(r.batch.token_ages for r in steady) / tokens,
-        off_policy_fraction=1 - sum(r.batch.on_policy_tokens for r in steady) / tokens,
-        first_length=float(first.mean() / np.array(simulation.samples.dispatched[: len(first)]).mean()),
+        staleness_max=max(int(r.staleness.max()) for r in played),
+        token_age_mean=sum(r.token_ages for r in steady) / tokens,
+        off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
+        first_length=float(first.mean() / np.array(simulation.dispatched[: len(first)]).mean()),
     )
 
 

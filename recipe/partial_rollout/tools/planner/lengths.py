@@ -1,0 +1,94 @@
+"""Response lengths for a simulation: of a run, or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from recipe.partial_rollout.tools.run_record import RunRecord
+
+_MOST_WAITED = 0.05
+"""seconds between turns, over those of engine calls, that a forecast may leave out"""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTrace:
+    """Groups of response lengths; the lengths of a group stay together because they are correlated."""
+
+    groups: np.ndarray
+    """int [groups, samples of a group], tokens"""
+    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.groups.ndim != 2 or not self.groups.size or self.groups.min() < 1:
+            raise ValueError("a length trace is a table of at least one group, its lengths at least 1 token")
+
+    @classmethod
+    def of_run(cls, run: RunRecord) -> Self:
+        """Generated tokens of the trained samples of ``run``, in dispatch order; prompts as long as its first ones.
+
+        Raises:
+            ValueError: its samples waited for tools, which a simulation does not play.
+        """
+        calls = run.calls
+        _, left, back = calls.between_turns()
+        waited, ran = float((back - left).sum()), float((calls.column("end") - calls.column("busy_from")).sum())
+        if waited > _MOST_WAITED * ran:
+            raise ValueError(
+                f"{run.directory}: samples waited {waited:,.0f} s between turns and decoded {ran:,.0f} s; the simulation "
+                "plays no tools, so compare short runs instead"
+            )
+        groups = sorted(run.trained_groups, key=lambda group: group.order)
+        first = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
+        # The first call of each sample; a trace that names none has single turns.
+        prompts = {call.sample or at: call.context_tokens for at, call in reversed(list(enumerate(first)))}
+        # What tools wrote is part of a response, and is not decoded.
+        generated = [np.array(group.lengths) * (group.tokens / max(1, sum(group.lengths))) for group in groups]
+        lengths = np.maximum(1, np.rint(generated).astype(int))
+        return cls(lengths, round(float(np.median(list(prompts.values())))) if prompts else 0)
+
+    @classmethod
+    def lognormal(
+        cls,
+        *,
+        median: float,
+        mean: float,
+        cap: int,
+        samples_per_group: int,
+        groups: int = 4096,
+    ) -> Self:
+        """Lognormal lengths cut off at ``cap``; within a group their logarithms have a correlation of .5.
+
+        Raises:
+            ValueError: the mean is not above the median: a lognormal distribution has a long right tail.
+        """
+        if not 0 < median < mean:
+            raise ValueError(f"lognormal lengths need 0 < median < mean, not median {median:g} and mean {mean:g}")
+        sigma = np.sqrt(2 * np.log(mean / median))
+        rng = np.random.default_rng(0)
+        shared = rng.standard_normal((groups, 1)) * np.sqrt(0.5)
+        own = rng.standard_normal((groups, samples_per_group)) * np.sqrt(0.5)
+        drawn = median * np.exp(sigma * (shared + own))
+        return cls(np.clip(np.rint(drawn), 1, cap).astype(int))
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.groups.shape[1]
+
+    @property
+    def mean(self) -> float:
+        return float(self.groups.mean())
+
+    @property
+    def mean_context(self) -> float:
+        """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
+        return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
+
+    def draw(self, seed: int) -> Iterator[int]:
+        """Indices of groups drawn with replacement, for ever."""
+        rng = np.random.default_rng(seed)
+        while True:
+            yield from rng.integers(len(self.groups), size=256).tolist()
