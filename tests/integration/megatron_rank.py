@@ -34,7 +34,7 @@ ROWS, PROMPT, RESPONSE, TEMPERATURE, RATE, DECAY = 6, 8, 12, 0.7, 1e-3, 0.01
 EPSILON = 1e-6
 """of Adam: its default would turn gradients that are all rounding into whole steps"""
 PLAIN = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}
-ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="decoupled_ppo"))
+ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="vanilla"))
 CRITIC = CriticConfig(**PLAIN, cliprange_value=0.1)
 LOSSES = {"language_model": partial(corrected_ppo_loss, ACTOR), "value_model": partial(value_loss, CRITIC)}
 

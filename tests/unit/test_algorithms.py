@@ -34,7 +34,7 @@ def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_witho
     check_rules(RULES, config)
     main_ppo.wire(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "decoupled_ppo")
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert config.algorithm.rollout_correction.rollout_is == ("geometric" if name == "gspo" else "token")
     assert get_adv_estimator_fn(omega_conf_to_dataclass(config.algorithm).adv_estimator)
     assert not need_critic(config) and not need_reference_policy(config)

@@ -191,7 +191,6 @@ MISTAKES = {
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
     f"{P}.correction=none {CORRECTION}.rollout_is=''": "null with partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "a number above 1 with loss_mode=vanilla",
-    f"{P}.correction=none {LOSS}=decoupled_ppo": "any other with partial_rollout.correction=none",
     f"{P}.correction=none {P}.trust_region=mask": "none with partial_rollout.correction=none",
     f"algorithm=sapo {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
@@ -373,7 +372,7 @@ def test_keys_that_verl_or_the_users_own_code_reads_are_allowed(configure, tmp_p
 
 
 USING = [
-    "vanilla", "decoupled_ppo", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo",
+    "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo",
 ]  # fmt: skip
 
 

@@ -2,21 +2,19 @@
 
 import math
 import pickle
-import sys
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.partial_rollout import training
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import BehaviourRegion, UpdateOrder, corrected_ppo_loss
@@ -27,7 +25,7 @@ PROMPTS = [1, 2, 3, 1, 2, 3]
 """tokens of each row's prompt"""
 LOW, HIGH = 0.3, 0.4
 REGION = BehaviourRegion(LOW, HIGH, per_sequence=False)
-TOKEN_LOSSES = ("decoupled_ppo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+TOKEN_LOSSES = ("vanilla", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 OURS = "actor/logged/"
 MASKED = f"{OURS}partial_rollout/trust_region/masked"
@@ -117,7 +115,7 @@ def run(
     *,
     function=corrected_ppo_loss,
     data=None,
-    loss_mode="decoupled_ppo",
+    loss_mode="vanilla",
     agg="token-mean",
     dual=1.8,
     entropy=False,
@@ -125,7 +123,7 @@ def run(
     **how,
 ):
     """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss in micro-batches of ``size``, all summed."""
-    fields = {**CLIPS, "clip_ratio_c": dual, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
+    fields = {**CLIPS, "clip_ratio_c": dual or loss.NO_DUAL_CLIP, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=agg, **fields)
     extra = {} if function is ppo_loss else {"region": region}
     data = micro_batch(batch, **how) if data is None else data
@@ -202,34 +200,24 @@ def test_loss_and_gradient_are_those_of_the_formula(region, from_update, agg):
     assert masked >= 4 and kept >= 4
 
 
-def test_figures_are_those_of_verls_vanilla_ppo_where_behaviour_is_proximal():
-    batch = build_batch(0)
-    batch["behaviour"] = batch["proximal"]
-    ours, theirs = run(batch), run(batch, function=ppo_loss, loss_mode="vanilla")
-    verls = {key: value for key, value in ours[2].items() if OURS not in key}
-    assert ours[0] == pytest.approx(theirs[0]) and verls == pytest.approx(theirs[2])
-    assert verls["actor/pg_clipfrac"] > 0
-
-
-def test_it_never_trains_without_weights():
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gpg"])
+def test_it_never_trains_without_weights(loss_mode):
     data = micro_batch(build_batch(0))
     del data["rollout_is_weights"]
     with pytest.raises(RuntimeError, match="rollout_is_weights"):
-        run(build_batch(0), data=data)
+        run(build_batch(0), data=data, loss_mode=loss_mode)
 
 
-@pytest.mark.parametrize(
-    ("loss_mode", "level"), [("decoupled_ppo", "geometric"), ("decoupled_ppo", "sequence"), ("vanilla", None)]
-)
-def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
+@pytest.mark.parametrize("level", ["geometric", "sequence", None])
+def test_one_update_trains_as_after_a_pass_over_the_batch(level):
     """The pass gives the log-probs from which the update starts: value and gradient are the same without it."""
     batch = build_batch(3)
-    value, gradient, metrics = run(batch, loss_mode=loss_mode, from_update=True, level=level)
+    value, gradient, metrics = run(batch, from_update=True, level=level)
     after = {**batch, "proximal": batch["current"]}
     data = micro_batch(after, level=level or "token")
     if level is None:
         del data["rollout_is_weights"]
-    expected, slopes, _ = run(after, function=ppo_loss, data=data, loss_mode=loss_mode)
+    expected, slopes, _ = run(after, function=ppo_loss, data=data)
     assert value == expected and torch.equal(gradient, slopes) and gradient.any()
     weights = level and agg_loss(weights_of(batch, batch["current"], level), batch["mask"], "token-mean").item()
     assert metrics.get(f"{OURS}rollout_corr/rollout_is_mean") == (level and pytest.approx(weights))
@@ -240,7 +228,7 @@ def test_one_update_trains_as_after_a_pass_over_the_batch(loss_mode, level):
 @pytest.mark.parametrize(
     ("loss_mode", "level", "agg"),
     [
-        ("decoupled_ppo", "token", "token-mean"),
+        ("vanilla", "token", "token-mean"),
         ("gpg", "token", "token-mean"),
         ("sapo", "token", "seq-mean-token-mean"),
         ("gspo", "geometric", "seq-mean-token-mean"),
@@ -362,8 +350,8 @@ def test_batch_where_everything_is_masked_has_no_gradient_and_finite_metrics(mas
     ("settings", "mode", "wanted"),
     [
         ("trust_region=none", "vanilla", None),
-        ("trust_region=mask", "decoupled_ppo", (0.2, 0.28, False)),
-        ("trust_region=mask trust_region_bounds=[0.5,3]", "decoupled_ppo", (0.5, 3.0, False)),
+        ("trust_region=mask", "vanilla", (0.2, 0.28, False)),
+        ("trust_region=mask trust_region_bounds=[0.5,3]", "vanilla", (0.5, 3.0, False)),
         ("trust_region=mask", "gspo", (0.2, 0.28, True)),
         ("trust_region=auto", "sapo", (0.2, 0.28, False)),
         ("trust_region=auto", "gspo", None),
@@ -379,14 +367,15 @@ def test_bounds_are_the_losss_own_unless_they_are_set(composed_config, settings,
     assert found == (wanted and BehaviourRegion(*wanted))
 
 
-def test_loss_brings_its_registration_and_its_region_to_the_process_that_unpickles_it(composed_config, monkeypatch):
-    overrides = ("partial_rollout.trust_region=mask", "partial_rollout.trust_region_bounds=[0.07,0.2]")
+def test_loss_brings_its_region_to_the_process_that_unpickles_it_and_no_dual_clip_where_it_is_null(composed_config):
+    overrides = (
+        "partial_rollout.trust_region=mask",
+        "partial_rollout.trust_region_bounds=[0.07,0.2]",
+        "actor_rollout_ref.actor.clip_ratio_c=null",
+    )
     config = composed_config("quickstart_cpu", *overrides)
     sent = pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)))
-    # As in a process that has not imported the module yet.
-    monkeypatch.delitem(POLICY_LOSS_REGISTRY, loss.DECOUPLED_PPO)
-    monkeypatch.delitem(sys.modules, loss.__name__)
-    monkeypatch.setattr(training, "loss", loss)
-    region = pickle.loads(sent).keywords["region"]
-    assert loss.DECOUPLED_PPO in POLICY_LOSS_REGISTRY and sys.modules[loss.__name__] is not loss
+    got = pickle.loads(sent).keywords
+    region = got["region"]
+    assert got["config"].clip_ratio_c == loss.NO_DUAL_CLIP
     assert (region.low, region.high, region.per_sequence) == (0.07, 0.2, False)

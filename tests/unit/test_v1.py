@@ -101,7 +101,7 @@ def trained(batch, *, nested, order):
         rollout_n=4,
         use_dynamic_bsz=True,
         ppo_mini_batch_size=8,
-        policy_loss=PolicyLossConfig(loss_mode="decoupled_ppo"),
+        policy_loss=PolicyLossConfig(loss_mode="vanilla"),
     )
     config.global_batch_info.update({key: told[key] for key in ("batch_num_tokens", "global_batch_size", "dp_size")})
     output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)}

@@ -18,11 +18,11 @@ from verl.workers.config import ActorConfig
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.settings import OVERLONG, Correction, trainer_devices
-from recipe.partial_rollout.training.loss import DECOUPLED_PPO, WeightLevel, weight_level
+from recipe.partial_rollout.training.loss import NO_DUAL_CLIP, WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
 DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
-_PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+_PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "tau_pos", "tau_neg")
 
 
 def full(key: str) -> str:
@@ -134,14 +134,14 @@ def has_dual_clip(config: DictConfig) -> bool:
     """Whether ``actor.clip_ratio_c`` must hold a bound, or may: an uncorrected run has verl's loss, which may read none."""
     settings = config.partial_rollout
     uncorrected = settings.enable and settings.correction == Correction.NONE
-    return not uncorrected or at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
+    return not uncorrected or at(config, _LOSS) == "vanilla"
 
 
 def clips_once(config: DictConfig) -> bool:
-    """Whether the dual clip can be left out: the loss is the recipe's."""
+    """Whether the dual clip can be left out: the recipe then gives the loss a bound that no ratio reaches."""
     settings = config.partial_rollout
     corrected = settings.enable and settings.correction != Correction.NONE
-    return corrected and at(config, _LOSS) in ("vanilla", DECOUPLED_PPO)
+    return corrected and at(config, _LOSS) == "vanilla"
 
 
 def rejects(rejection: Any, config: DictConfig) -> bool:
@@ -178,13 +178,13 @@ def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
 def needed_of_loss(config: DictConfig) -> str:
     """What the policy loss lacks; nothing if it changes when the behaviour weights of all tokens are halved."""
     actor, losses = config.actor_rollout_ref.actor, []
-    mode = DECOUPLED_PPO if at(config, _LOSS) == "vanilla" else at(config, _LOSS)
     try:
         probed = ActorConfig(
             strategy="none",
             rollout_n=1,
             use_dynamic_bsz=True,
             policy_loss=omega_conf_to_dataclass(actor.policy_loss),
+            clip_ratio_c=NO_DUAL_CLIP if actor.clip_ratio_c is None else actor.clip_ratio_c,
             **{key: actor[key] for key in _PROBED_FIELDS},
         )
         for weight in (1.0, 0.5):
@@ -194,7 +194,7 @@ def needed_of_loss(config: DictConfig) -> str:
                 advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
                 log_prob = -torch.rand(2, 8)
                 old_log_prob = log_prob - 0.01 * torch.rand(2, 8)
-                loss, _ = POLICY_LOSS_REGISTRY[mode](
+                loss, _ = POLICY_LOSS_REGISTRY[actor.policy_loss.loss_mode](
                     old_log_prob=old_log_prob,  # type: ignore[call-arg]
                     log_prob=log_prob,
                     advantages=advantages,

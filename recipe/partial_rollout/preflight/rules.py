@@ -45,7 +45,6 @@ from recipe.partial_rollout.preflight.rule import (
     same,
     where,
 )
-from recipe.partial_rollout.training.loss import DECOUPLED_PPO
 from verl_ext.guard import TESTED, installed_pair
 
 _BATCH, _GPUS, _BACKEND = "data.train_batch_size", "trainer.n_gpus_per_node", "rollout.checkpoint_engine.backend"
@@ -388,7 +387,6 @@ _PARTIAL_ROLLOUT = (
         _UNCORRECTED,
         one_of("partial_rollout.trust_region", (TrustRegion.AUTO, TrustRegion.NONE)),
         one_of(f"{_CORRECTION}.rollout_is", (None,)),
-        other_than(_LOSS, DECOUPLED_PPO),
     ),
     *where(
         _PR.but(_UNCORRECTED)._replace(words=""),

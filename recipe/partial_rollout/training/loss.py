@@ -1,16 +1,16 @@
 """The actor workers' loss under partial rollout: decoupled PPO inside a trust region at the behaviour policy.
 
-``decoupled_ppo`` is AReaL's equation 5 (arXiv:2505.24298) as a policy loss of verl. For every generated token, with
-``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
+Decoupled PPO is AReaL's equation 5 (arXiv:2505.24298), which is verl's ``vanilla`` loss times behaviour weights. For every
+generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
 
     loss = -w * min(r * A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) * A)
 
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
-number caps, ``lower_upper`` zeroes what is outside). Without weights this loss raises: it never trains uncorrected.
+number caps, ``lower_upper`` zeroes what is outside). verl's other losses take the same weights.
 
 ``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if its
 ``UpdateOrder`` says so (``training/proximal.py``), masks what is outside the trust region, then calls verl's ``ppo_loss``.
-Unpickling it in the worker imports this module, which registers ``decoupled_ppo`` there.
+Where weights are asked for and there are none it raises: it never trains uncorrected.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
 region does. With the advantage ``A`` and the bounds ``low`` and ``high``, a token is outside if ``rho > 1 + high`` and
@@ -24,16 +24,15 @@ out together, by the sign of their mean advantage.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import torch
-import verl.utils.torch_functional as verl_F
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -45,8 +44,6 @@ from verl.workers.utils.padding import no_padding_2_padding
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
 from verl_ext.behaviour_weights import weights_alone
 
-DECOUPLED_PPO = "decoupled_ppo"
-
 ORDER = "update_order"
 """non-tensor datum of a batch: its ``UpdateOrder``"""
 REPORTED_AS = "actor/logged/"
@@ -56,6 +53,8 @@ REPORTED_AS = "actor/logged/"
 WEIGHT_MEAN, WEIGHT_SQUARE = "rollout_corr/rollout_is_mean", "weight_square"
 KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
 
+NO_DUAL_CLIP = 1e9
+"""``clip_ratio_c`` that bounds nothing: ratios reach e^20, where verl clamps them"""
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
 """tensors [B, R] that the loss reads; without the weights where it makes them, or there are none"""
 
@@ -99,77 +98,13 @@ def weight_level(loss_mode: str) -> WeightLevel:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None
-) -> torch.Tensor:
-    """[B, R], ``min(r * A, clip(r, 1 - low, 1 + high) * A)``; for negative advantages at least ``dual_clip * A``.
-
-    Args:
-        ratio: [B, R], ``pi_theta / pi_prox``. advantages: [B, R].
-        dual_clip: bound of the ratio where the advantage is negative (arXiv:1912.09729), above 1; None for none.
-    """
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual_clip is None:
-        return objective
-    return torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-
-
-@register_policy_loss(DECOUPLED_PPO)  # type: ignore[arg-type]
-def decoupled_ppo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """AReaL's equation 5, with the arguments of verl's policy losses.
-
-    Args:
-        old_log_prob: [B, R], of the proximal policy. log_prob: [B, R], of the policy that is trained.
-        advantages: [B, R]. response_mask: [B, R], 1 where the model generated the token.
-        loss_agg_mode: any of verl's ``agg_loss``.
-        config: its ``clip_ratio_low``, ``clip_ratio_high`` (None: ``clip_ratio``), ``clip_ratio_c`` (None: no dual clip).
-        rollout_is_weights: [B, R], ``pi_prox / pi_behav``, capped; 0 where a token is masked.
-
-    Returns:
-        The loss, a scalar, and ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower`` (shares of 1) and ``actor/ppo_kl``.
-
-    Raises:
-        RuntimeError: there are no weights.
-    """
-    assert config is not None, "verl calls a policy loss with its config"
-    if rollout_is_weights is None:
-        raise RuntimeError(
-            "decoupled_ppo got no rollout_is_weights: "
-            "set algorithm.rollout_correction.rollout_is to token, geometric or sequence"
-        )
-    low, high = clip_bounds(config)
-    log_ratio = (log_prob - old_log_prob).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    ratio = log_ratio.exp()
-    objective = clipped_objective(ratio, advantages, low, high, config.clip_ratio_c)
-    loss = agg_loss(
-        loss_mat=-rollout_is_weights * objective,
-        loss_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        **config.global_batch_info,
-    )
-    with torch.no_grad():
-        clipped = clipped_objective(ratio, advantages, low, high, None)
-        metrics = {
-            "actor/pg_clipfrac": (clipped < ratio * advantages).float(),
-            "actor/pg_clipfrac_lower": (clipped < objective).float(),
-            "actor/ppo_kl": -log_ratio,
-        }
-        return loss, {key: verl_F.masked_mean(value, response_mask).item() for key, value in metrics.items()}
-
-
 def worker_loss(
     actor: DictConfig, settings: PartialRolloutConfig
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     """``corrected_ppo_loss`` for a run: what the actor workers get; ``actor`` is verl's config of the actor."""
     config = omega_conf_to_dataclass(actor)
+    if config.clip_ratio_c is None:
+        config = replace(config, clip_ratio_c=NO_DUAL_CLIP)
     return partial(corrected_ppo_loss, config=config, region=BehaviourRegion.of(settings, actor))
 
 
@@ -186,6 +121,9 @@ def corrected_ppo_loss(
         config, model_output, dp_group: as for ``ppo_loss``.
         data: a micro-batch, with ``ORDER``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
         region: None for none.
+
+    Raises:
+        RuntimeError: the order asks for weights, and there are none.
     """
     data = _divisible(data)
     order: Any = tu.get_non_tensor_data(data, ORDER, default=None)
@@ -199,6 +137,8 @@ def corrected_ppo_loss(
     if order.from_update:
         weights, reported = _weighted(order, padded, current)
         proximal = current
+    if order.level is not None and weights is None:
+        raise RuntimeError("the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for")
     newest = _newest_of_older(padded["rollout_versions"], order.version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:

@@ -8,7 +8,7 @@ from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import Correction
-from recipe.partial_rollout.training.loss import DECOUPLED_PPO, weight_level
+from recipe.partial_rollout.training.loss import weight_level
 from verl_ext import check, chunked_log_probs
 from verl_ext.packed_attention import NAME
 
@@ -20,9 +20,6 @@ def wire_correction(config: DictConfig) -> None:
         return
     if correction.rollout_is is None:
         correction.rollout_is = str(weight_level(actor.policy_loss.loss_mode))
-    if actor.policy_loss.loss_mode == "vanilla":
-        # verl's vanilla loss times the weights; unlike it, this loss raises if they are missing.
-        actor.policy_loss.loss_mode = DECOUPLED_PPO
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
