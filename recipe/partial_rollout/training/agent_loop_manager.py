@@ -42,8 +42,7 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
-from recipe.partial_rollout.manager.policies import excess_of, masked_output
-from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
+from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.progress import show_round
@@ -288,25 +287,19 @@ def _non_tensors(groups: Sequence[TakenGroup], slot_uids: Sequence[str]) -> tupl
     return fields, list(infos)
 
 
-def _fitted(outputs: Sequence[SampleOutput], prompt_length: int, response_length: int) -> tuple[SampleOutput, ...]:
+def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[SampleOutput, ...]:
     """``outputs`` of a group as the batch holds them: masked ones with a sibling's prompt, cut to the width.
 
-    The turns of a sample that failed may have made more tokens than a response holds. A sample that did not fail and is
-    too long can only come from a checkpoint: workers refuse it. It is masked here.
+    The turns of a sample that failed may have made more tokens than a response holds.
     """
-    prompts = [output.prompt_ids for output in outputs if 0 < len(output.prompt_ids) <= prompt_length]
-    prompt = prompts[0] if prompts else np.zeros(1, np.int32)
-
-    def fitted(output: SampleOutput) -> SampleOutput:
-        excess = excess_of(len(output.prompt_ids), output.response_length, prompt_length, response_length)
-        if excess is None and not output.masked:
-            return output
-        kept = output.response_ids[:response_length]
-        error = output.extra_fields.get("sample_error", excess)
-        instead = masked_output([Segment(kept, np.zeros(len(kept), np.float32), -1)], error)
-        return replace(instead, prompt_ids=prompt, segments=output.segments)
-
-    return tuple(map(fitted, outputs))
+    prompt = next((output.prompt_ids for output in outputs if not output.masked), np.zeros(1, np.int32))
+    parts = ("response_ids", "response_mask", "log_probs", "versions")
+    return tuple(
+        replace(output, prompt_ids=prompt, **{part: getattr(output, part)[:response_length] for part in parts})
+        if output.masked
+        else output
+        for output in outputs
+    )
 
 
 def assemble_batch(
@@ -324,7 +317,7 @@ def assemble_batch(
     sizes = {len(group.outputs) for group in groups}
     if len(sizes) != 1:
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
-    groups = [replace(g, outputs=_fitted(g.outputs, prompt_length, response_length)) for g in groups]
+    groups = [replace(g, outputs=_fitted(g.outputs, response_length)) for g in groups]
     outputs = [output for group in groups for output in group.outputs]
     non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)
