@@ -138,7 +138,9 @@ def corrected_ppo_loss(
         weights, reported = _weighted(order, padded, current)
         proximal = current
     if order.level is not None and weights is None:
-        raise RuntimeError("the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for")
+        raise RuntimeError(
+            "the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for"
+        )
     newest = _newest_of_older(padded["rollout_versions"], order.version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
