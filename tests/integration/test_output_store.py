@@ -43,8 +43,8 @@ class Worker:
 
     def finish(self, length):
         grants = ray.get(self._manager.claim.remote("w0"))
-        finished = [(grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
-        ray.get(self._manager.report.remote(Report("w0", finished=finished)))
+        finished = [("finish", grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
+        ray.get(self._manager.report.remote(Report("w0", finished)))
         return len(grants)
 
 
@@ -113,7 +113,7 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
     before = ray.get(actor.__ray_call__.remote(objects_known))
     assert finish_all(actor, length) == 6
     with pytest.raises(RuntimeError, match="finish: sample 0/0#0 is unknown or finished"):
-        ray.get(actor.report.remote(Report("w0", finished=[("0/0#0", output_of(LARGE))])))
+        ray.get(actor.report.remote(Report("w0", [("finish", "0/0#0", output_of(LARGE))])))
     ray.get(actor.release_worker.remote("w0"))
     taken = take(actor)
     fetched = fetch(taken)

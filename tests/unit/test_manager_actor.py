@@ -35,7 +35,7 @@ async def begun(prompts, *, workers=("w0",), **sizes):
 
 
 async def end(actor, output, *samples):
-    await actor.report(Report("w0", finished=[(sample, output()) for sample in samples]))
+    await actor.report(Report("w0", [("finish", sample, output()) for sample in samples]))
 
 
 def soon(awaitable):
@@ -86,7 +86,7 @@ async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_fo
     batch = await soon(actor.wait_batch(True))
     beginning = await pending(actor.begin_version(1, [], 0))
     flushing = await pending(actor.flush())
-    await actor.report(Report("w0", interrupted=[left]))
+    await actor.report(Report("w0", [("interrupt", left)]))
     await actor.flushed("w0")
     assert not beginning.done()
     await actor.flushed("w1")
@@ -199,8 +199,8 @@ async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with
     actor.CLAIM_WAIT_S = 0.01
 
     async def score(group, *rewards):
-        finished = [(f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
-        await actor.report(Report("w0", finished=finished))
+        finished = [("finish", f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
+        await actor.report(Report("w0", finished))
 
     await score("0/0", 0, 1)
     await score("0/1", 0, 1)
@@ -306,7 +306,7 @@ async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_st
     actor, (sample,) = await begun(prompts, overlap=0.0, stall_s=0.2)
     waiting = asyncio.ensure_future(actor.wait_batch(True))
     progress = Progress(sample, [segment(5)], [{"text": "42"}])
-    assert await actor.report(Report("w0", progress=[progress], failed=[(sample, "boom")])) == []
+    assert await actor.report(Report("w0", [("add", progress), ("fail", sample, "boom")])) == []
     (grant,) = await soon(actor.claim("w0"))
     assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
     await end(actor, output, sample)

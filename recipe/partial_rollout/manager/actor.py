@@ -337,7 +337,7 @@ class ManagerActor:
         return grants
 
     def _book(self, report: Report) -> None:
-        """Book progress first: it includes the last progress of samples that the other fields name.
+        """Have the manager do what has happened.
 
         Raises:
             RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
@@ -345,18 +345,13 @@ class ManagerActor:
         """
         self._manager.slots.incarnation(report.worker)
         self._note_errors(report.errors)
-        for progress in report.progress:
-            self._manager.add(progress)
-        for sample_id in report.away:
-            self._manager.leave(sample_id)
-        for sample_id in report.interrupted:
-            self._manager.interrupt(sample_id)
-        for sample_id, output in report.finished:
-            self._manager.finish(sample_id, output)
+        for verb, *details in report.events:
+            if verb == "fail":
+                self._book_failure(report.worker, *details)
+            else:
+                getattr(self._manager, verb)(*details)
         self._manager.counters.failed += report.rescored
         self._manager.counters.retried += report.rescored
-        for failure in report.failed:
-            self._book_failure(report.worker, *failure)
 
     def _book_failure(self, worker: str, sample_id: str, error: str, times: int = 1) -> None:
         verdict = self._manager.fail(sample_id, error, times)

@@ -33,7 +33,6 @@ from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
 from recipe.partial_rollout.manager.types import (
-    GIVEN_UP,
     Grant,
     GroupState,
     Progress,
@@ -141,14 +140,12 @@ class PromptsManager:
 
     def add(self, progress: Progress) -> None:
         """Cache what a sample has made, so that it survives its worker; forget the turns that are given up."""
-        for segment in progress.segments:
-            given_up = segment.stop_reason == GIVEN_UP
-            sample = self.samples.in_state(progress.sample_id, "add", _LIVE if given_up else (SampleState.RUNNING,))
-            if given_up:
-                sample.segments = [kept for kept in sample.segments if kept.turn != segment.turn]
-            elif len(segment):
-                sample.segments.append(segment)
-        self.samples.in_state(progress.sample_id, "add", _LIVE).tool_results += progress.tool_results
+        states = (SampleState.RUNNING,) if progress.segments else _LIVE
+        sample = self.samples.in_state(progress.sample_id, "add", states)
+        sample.segments += [segment for segment in progress.segments if len(segment)]
+        if progress.given_up:
+            sample.segments = [kept for kept in sample.segments if kept.turn not in progress.given_up]
+        sample.tool_results += progress.tool_results
 
     def leave(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it, and no token follows until it has come back."""

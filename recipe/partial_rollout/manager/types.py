@@ -44,10 +44,6 @@ class GroupState(StrEnum):
     """All its samples have the same score: consumed without being trained (``FilterSettings``)."""
 
 
-GIVEN_UP = "given up"
-"""``stop_reason`` of a turn that its agent loop no longer awaits: it leaves the sample's journal"""
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The tokens that one engine call added to a sample; if it was held, those that one version made."""
@@ -257,10 +253,12 @@ class Progress:
     segments: list[Segment] = field(default_factory=list)
     tool_results: list[dict[str, Any]] = field(default_factory=list)
     """JSON-able results of finished tool calls, oldest first"""
+    given_up: list[int] = field(default_factory=list)
+    """numbers of the turns that its agent loop no longer awaits: they leave the journal"""
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
-        return bool(self.segments or self.tool_results)
+        return bool(self.segments or self.tool_results or self.given_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,15 +282,8 @@ class Report:
     """What happened to a worker's samples, in one message; the worker adds to it until it is sent."""
 
     worker: str
-    progress: list[Progress] = field(default_factory=list)
-    """booked first, because it includes the last progress of samples that the other fields name"""
-    away: list[str] = field(default_factory=list)
-    """ids of samples that gave their slot back and live on: their reward or a tool takes long"""
-    interrupted: list[str] = field(default_factory=list)
-    """ids of samples that need a slot again: an engine call was interrupted and gave it back, or they were away"""
-    finished: list[tuple[str, SampleOutput]] = field(default_factory=list)
-    failed: list[tuple[str, str, int]] = field(default_factory=list)
-    """sample id, the error that its agent loop or reward raised, in one line, and how many times in a row"""
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    """in their order, each a verb of ``PromptsManager`` and its arguments: add, leave, interrupt, finish or fail"""
     rescored: int = 0
     """rewards that failed and are asked for again"""
     errors: list[ToldError] = field(default_factory=list)

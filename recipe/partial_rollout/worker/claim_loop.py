@@ -44,49 +44,44 @@ class Outbox:
         worker: name in the reports.
         manager: handle of the manager actor.
         granted: called with the grants in the answer to each report.
-        idle: called whenever a report has been answered and nothing is left to send.
     """
 
-    def __init__(
-        self, worker: str, manager: Any, granted: Callable[[list[Grant]], None], idle: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: str, manager: Any, granted: Callable[[list[Grant]], None]) -> None:
         self._manager = manager
         self._granted = granted
-        self._idle = idle
         self.unsent = Report(worker)
         """what happened since the last report"""
         self._known = asyncio.Event()
         """set once the manager has what is unsent now"""
         self._sends = asyncio.Event()
-        """set while a report is to be sent, or has no answer yet"""
+        """set while a report is to be sent"""
         self._errors = FirstErrors()
 
     async def serve(self) -> NoReturn:
         """Send what is to be sent. The content of a report that fails is lost: its error ends the worker."""
         while True:
             await self._sends.wait()
-            while self.unsent:
-                report, self.unsent = self.unsent, Report(self.unsent.worker)
-                known, self._known = self._known, asyncio.Event()
-                self._granted(await self._manager.report.remote(report))
-                known.set()
             self._sends.clear()
-            self._idle()
+            report, self.unsent = self.unsent, Report(self.unsent.worker)
+            known, self._known = self._known, asyncio.Event()
+            if report:
+                self._granted(await self._manager.report.remote(report))
+            known.set()
 
     def send(self) -> None:
         """Send a report now, or as soon as the one under way has been answered."""
         self._sends.set()
 
-    def empty(self) -> bool:
-        """Whether the manager knows everything; sends what it does not know."""
-        if self.unsent:
-            self.send()
-        return not self._sends.is_set()
+    async def sent(self) -> None:
+        """As ``send``; returns once the manager knows. It never knows what a report said that failed."""
+        known = self._known
+        self.send()
+        await known.wait()
 
     def note(self, sample: LiveSample) -> None:
         """Add what the manager does not know about ``sample`` to the next report."""
         if sample.unsent:
-            self.unsent.progress.append(sample.unsent)
+            self.unsent.events.append(("add", sample.unsent))
             sample.unsent = Progress(sample.id)
 
     def note_error(self, error: Exception) -> None:
@@ -98,22 +93,22 @@ class Outbox:
         if self._errors.note(error):
             self.unsent.errors.append(error)
 
-    def report_now(self, sample: LiveSample) -> None:
-        """Send what the manager does not know about ``sample``, and all else that is unsent."""
+    def report_now(self, sample: LiveSample, *events: tuple[Any, ...]) -> None:
+        """Send what the manager does not know about ``sample``, then ``events``, and all else that is unsent."""
         self.note(sample)
+        self.unsent.events += events
         self.send()
 
     async def tell(self, sample: LiveSample) -> None:
-        """As ``report_now``; returns once the manager knows. It never knows what a report said that failed."""
-        known = self._known
-        self.report_now(sample)
-        await known.wait()
+        """As ``report_now``; returns once the manager knows."""
+        self.note(sample)
+        await self.sent()
 
     def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
         """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
         self.note(sample)
         self._note(error)
-        self.unsent.failed.append((sample.id, error.line, times))
+        self.unsent.events.append(("fail", sample.id, error.line, times))
 
 
 class ClaimLoop:
@@ -152,9 +147,9 @@ class ClaimLoop:
         self.open = asyncio.Event()
         """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
         self._ended = asyncio.Event()
-        """set whenever a request, or the sending of reports, ends"""
+        """set whenever a request ends"""
         self._any_finished = False
-        self.outbox = Outbox(name, manager, granted=self.run, idle=self._ended.set)
+        self.outbox = Outbox(name, manager, granted=self.run)
 
     async def serve(self) -> None:
         """Claim and run samples for as long as the training lasts; ends only with an error.
@@ -171,15 +166,13 @@ class ClaimLoop:
 
     async def reported(self) -> None:
         """Wait until no engine call runs and the manager knows everything; sends what it does not know."""
-        while True:
+        while self._running:
             self._ended.clear()
-            if not self._running:
-                for sample in self.samples.values():
-                    # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
-                    self.outbox.note(sample)
-                if self.outbox.empty():
-                    return
             await self._ended.wait()
+        for sample in self.samples.values():
+            # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
+            self.outbox.note(sample)
+        await self.outbox.sent()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +218,7 @@ class ClaimLoop:
         else:
             self._any_finished = True
             # It stands for all that is not reported yet.
-            self.outbox.unsent.finished.append((sample.id, output))
+            self.outbox.unsent.events.append(("finish", sample.id, output))
         del self.samples[sample.id]
         self._settle(sample)
         self.outbox.send()
@@ -325,8 +318,7 @@ class ClaimLoop:
     def _ask_for_slot(self, sample: LiveSample) -> None:
         """Have the manager grant a slot again."""
         sample.slot = SlotState.ASKED
-        self.outbox.unsent.interrupted.append(sample.id)
-        self.outbox.report_now(sample)
+        self.outbox.report_now(sample, ("interrupt", sample.id))
 
     def _leave(self, sample: LiveSample) -> None:
         """The slot goes to another sample: this one has made no engine call for a while, whatever it awaits."""
@@ -334,8 +326,7 @@ class ClaimLoop:
             return
         sample.slot = SlotState.AWAY
         sample.granted.clear()
-        self.outbox.unsent.away.append(sample.id)
-        self.outbox.report_now(sample)
+        self.outbox.report_now(sample, ("leave", sample.id))
 
 
 def _ends_the_run(error: BaseException, *, first: bool) -> bool:

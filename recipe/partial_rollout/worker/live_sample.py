@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import GIVEN_UP, Progress, Segment
+from recipe.partial_rollout.manager.types import Progress, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.worker.claim_loop import ClaimLoop
@@ -317,10 +317,7 @@ class LiveSample:
             return
         if not turn.given_up:
             turn.given_up = True
-            nothing = np.empty(0, np.float32)
-            self.unsent.segments.append(
-                Segment(nothing.astype(np.int32), nothing, -1, GIVEN_UP, turn.number, turn.asked)
-            )
+            self.unsent.given_up.append(turn.number)
         if turn.request is None:
             turn.task.cancel()
         elif turn.request.server is not None:
