@@ -4,7 +4,6 @@
 #   bash run_scripts/run_tests.sh
 #   bash run_scripts/run_tests.sh tests/unit -k manager
 #   bash run_scripts/run_tests.sh -m nightly       the trainings that not every commit runs
-#   bash run_scripts/run_tests.sh -m benchmarks
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from recipe.partial_rollout.tools.command_line import described
-from tests.bench import attention, distribution, front_end, hold, manager, scale, snapshot
+from tests.bench import attention, distribution, front_end, hold, log_probs, manager, scale, snapshot
 
 HERE = "tests.bench"
 BENCHMARKS = {
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "hold": (hold, "Time holds of an engine: until it stands still, and until it decodes again.", "--running 64"),
     "front-end": (front_end, "Time vLLM's front end a token, with and without pieces.", "--running 64 --repeats 1"),
     "attention": (attention, "Time an update padded and packed without flash-attn.", "--budgets 4096 --repeats 1"),
+    "log-probs": (log_probs, "Measure log-probs and entropy without flash-attn beside verl's own.", "--tokens 512"),
     "scale": (scale, "Measure what scheduling costs with up to 1,024 replicas.", "--replicas 1 64 --rounds 1"),
 }
 """by name: its module, with ``add_arguments`` and ``run``, what it does, and an example"""

@@ -1,10 +1,8 @@
 """Log-probs and entropy without flash-attn: exact, operators a chunk and not a token, no copies as large as the logits.
 
-``python -m pytest tests/unit/test_chunked_log_probs.py -m benchmarks -s`` prints the table in results/h200.md.
+``python -m tests.bench log-probs`` measures them.
 """
 
-import importlib.util
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,59 +10,10 @@ import torch
 import verl.utils.torch_functional as in_force
 from torch.profiler import ProfilerActivity, profile
 
+from tests.bench.log_probs import MAKERS, VERL, error, exact, gradient, inputs, profiled
 from verl_ext import chunked_log_probs
 
-SPEC = importlib.util.spec_from_file_location("verls_own", in_force.__file__)
-VERL = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(VERL)
-
-MAKERS = {
-    "log-probs": lambda module, labels: lambda logits: module.logprobs_from_logits(logits, labels),
-    "entropy": lambda module, labels: module.entropy_from_logits,
-    "chunked entropy": lambda module, labels: module.entropy_from_logits_with_chunking,
-}
-"""of a module and labels, each function of logits that verl's engines call"""
 WHATS = pytest.mark.parametrize("what", MAKERS)
-
-
-def inputs(rows, vocabulary, dtype=torch.bfloat16, device="cpu"):
-    """Standard normal logits and random labels."""
-    torch.manual_seed(0)
-    return torch.randn(rows, vocabulary, device=device).to(dtype), torch.randint(0, vocabulary, (rows,), device=device)
-
-
-def exact(what, logits, labels):
-    log_probs = logits.double().log_softmax(-1)
-    if what == "log-probs":
-        return log_probs.gather(-1, labels[:, None])[:, 0]
-    return -(log_probs.exp() * log_probs).sum(-1)
-
-
-def error(what, module, logits, labels):
-    """Largest difference from float64's result."""
-    return (MAKERS[what](module, labels)(logits).double() - exact(what, logits, labels)).abs().max().item()
-
-
-def gradient(function, logits, upstream):
-    leaf = logits.detach().requires_grad_()
-    (function(leaf) * upstream).sum().backward()
-    return leaf.grad
-
-
-def profiled(what, module, logits, labels, backward=False):
-    """(operators, peak bytes allocated beside the logits)."""
-    function = MAKERS[what](module, labels)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.set_grad_enabled(backward):
-        if backward:
-            gradient(function, logits, logits.new_ones(len(logits), dtype=torch.float32))
-        else:
-            function(logits)
-    events = seen.profiler.kineto_results.events()
-    held = peak = 0
-    for event in sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return sum(each.name().startswith("aten::") for each in events), peak
 
 
 @WHATS
@@ -165,38 +114,3 @@ def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert lifted == {torch.float32}
-
-
-ON_GPU = torch.cuda.is_available()
-MODELS = [(151_936, torch.float32), (151_936, torch.bfloat16)]
-SMALL = [(1_024, torch.float32), (32_768, torch.float32), (32_768, torch.bfloat16)]
-
-
-def seconds():
-    """Of one thread's CPU, so that what else the machine does counts little; with a GPU of the clock."""
-    if not ON_GPU:
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-@pytest.mark.benchmarks
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "with gradients"])
-@pytest.mark.parametrize(("vocabulary", "dtype"), MODELS if ON_GPU else SMALL, ids=str)
-@pytest.mark.parametrize("what", ["log-probs", "entropy"])
-def test_error_of_2048_tokens_is_float32s(what, vocabulary, dtype, backward):
-    torch.set_num_threads(1)
-    logits, labels = inputs(2_048, vocabulary, dtype, "cuda" if ON_GPU else "cpu")
-    print(f"\n{what}, {vocabulary:,} x {dtype}, {'with gradients' if backward else 'forward'}")
-    for name, module in (("verl", VERL), ("ours", in_force)):
-        function, best = MAKERS[what](module, labels), float("inf")
-        operators, peak = profiled(what, module, logits, labels, backward)
-        upstream = logits.new_ones(2_048, dtype=torch.float32)
-        for _ in range(3):
-            began = seconds()
-            with torch.set_grad_enabled(backward):
-                gradient(function, logits, upstream) if backward else function(logits)
-            best = min(best, seconds() - began)
-        off = error(what, module, logits, labels)
-        assert name == "verl" or off < 1e-5
-        print(f"  {name}: {operators:,} operators, {peak / 2**20:,.0f} MiB, {best * 1e3:,.0f} ms, error {off:.1e}")

@@ -1,4 +1,4 @@
-"""The pages: every link, image, command and file they name exists. Examples in docstrings give what they say."""
+"""The pages: every link, image, command, file and test they name exists. Examples in docstrings give what they say."""
 
 import doctest
 import importlib
@@ -20,22 +20,50 @@ COMMENTED = sorted(
     path for files in ("run_scripts/*.sh", "tests/scripts/*.sh", "conf/**/*.yaml") for path in REPOSITORY.glob(files)
 )
 
-LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#[^)\s]+)?\)")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 MODULE = re.compile(r"python -m (recipe\.[\w.]+)(?: ([a-z]\w*))?")
 SCRIPT = re.compile(r"(?:run_scripts|tests/scripts)/\w+\.sh")
 FILE = re.compile(r"`((?:tests|conf|docs|recipe|run_scripts|verl_ext)/[\w/.]+\.(?:py|md|yaml|sh|json|png))`")
 IN_PACKAGE = re.compile(r"`((?:training|rollout|worker|engine|manager|planner|records|checkpoint|config)/\w+\.py)`")
 
 
+SOURCES = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (REPOSITORY / "docs/sources.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith(("| theirs", "| ---"))
+]
+"""theirs, here, test: the lines of the tables of the published recipe, APRIL and AReaL"""
+
+
 def named(path):
     return str(path.relative_to(REPOSITORY))
+
+
+def anchors(page):
+    """As GitHub and the site make them of headings, and those that are given."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="(.+?)">', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page):
     """MkDocs checks pages and anchors (``test_site``), but no link that leaves the site."""
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in LINK.findall(page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or linked.suffix != ".md" or anchor in anchors(linked), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("line", SOURCES, ids=lambda line: line[0])
+def test_line_of_sources_names_a_test_or_a_record_or_says_no(line):
+    theirs, here, test = line
+    tests = re.findall(r"`((?:unit|integration|e2e)/test_\w+\.py)::(test_\w+)`", test)
+    assert theirs and here
+    assert tests or here.startswith("**no**") or "studies/results/" in here
+    for file, name in tests:
+        assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(), test
 
 
 @pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
@@ -52,7 +80,7 @@ def test_named_commands_and_files_exist(page):
 
 
 def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
-    linked = {(page.parent / target).resolve() for page in PAGES for target in LINK.findall(page.read_text())}
+    linked = {(page.parent / target).resolve() for page in PAGES for target, _ in LINK.findall(page.read_text())}
     assert {path.resolve() for path in PAGES if path.is_relative_to(REPOSITORY / "docs")} <= linked
 
 
