@@ -13,9 +13,9 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import finished
 from tests.bench.scripted_engine import ScriptedWorker
@@ -60,15 +60,16 @@ class Control:
 
     restarted = 0
     addresses = ()
+    servers = {}  # noqa: RUF012
 
-    def __init__(self, pool_of):
-        self._pool_of = pool_of
+    def __init__(self, guard_of):
+        self._guard_of = guard_of
 
     def __len__(self):
         return WORKERS
 
     async def interrupt(self):
-        await self._pool_of().ask("interrupt")
+        await self._guard_of().ask("interrupt")
 
     async def resume(self):
         return None
@@ -99,7 +100,11 @@ class ScriptedTraining:
 
     def __init__(self, run_dir, placement, steps, *overrides, data=None, worker=Worker):
         self.run_dir, self.steps = run_dir, steps
-        ours = ("trainer.default_local_dir=none", f"partial_rollout.placement={placement}")
+        ours = (
+            "trainer.default_local_dir=none",
+            f"partial_rollout.placement={placement}",
+            "partial_rollout.failures.worker_restarts=0",
+        )
         with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
             composed = compose("quickstart_cpu", [*ours, *overrides])
         settings = replace(
@@ -112,21 +117,17 @@ class ScriptedTraining:
         session.begin()
         loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
         session.offer(loader, TrainingSteps(steps, 1, steps))
-        control = Control(lambda: self.pool)
+        control = Control(lambda: self.guard)
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         session.open(control, slots, [], "scripted")
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         self.manager = manager.remote(settings, store)
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
-
-        async def connect(i, name, worker):
-            await worker.connect.remote(name, self.manager, 4, {})
-
-        self.pool = WorkerPool(self.workers, None, connect, 0, settings.deadlines, session.stop)
-        self.driver = Driver(session, self.manager, store, self.pool, None)
+        self.guard = Guard(session, self.manager, self.workers, None)
+        self.driver = Driver(session, self.manager, store, self.guard, None)
         session.driver = self.driver
-        finished(self.pool.start())
+        finished(self.guard.start())
         if session.checkpoints.chosen is not None:
             session.load()
 

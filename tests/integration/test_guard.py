@@ -11,10 +11,10 @@ import pytest
 import ray
 
 from recipe.partial_rollout.config.settings import Deadlines
+from recipe.partial_rollout.manager.types import Standing
 from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals
-from recipe.partial_rollout.rollout.workers import WorkerPool
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -25,6 +25,9 @@ INTERRUPT_S = 2.0
 class Worker:
     async def serve(self):
         await asyncio.sleep(1e6)
+
+    async def connect(self, name, manager, slots, servers, place):
+        return None
 
     async def pid(self):
         return os.getpid()
@@ -38,11 +41,8 @@ class Worker:
 
 
 class Manager:
-    async def standing(self):
-        return None
-
-    async def note_decoding(self):
-        return None
+    async def standing(self, decoded):
+        return Standing(0, 0, 0)
 
     async def release_worker(self, name):
         return 3
@@ -55,52 +55,50 @@ def guarded(monkeypatch):
     manager = ray.remote(Manager).options(num_cpus=0).remote()
     deadlines, stop = Deadlines(interrupt_s=INTERRUPT_S), StopSignals()
 
-    async def connect(i, name, worker):
-        await worker.pid.remote()
-
-    def spawn(i):
+    def spawn():
         return ray.remote(Worker).options(num_cpus=0).remote()
 
     async def no_load():
         return {}
 
-    pool = WorkerPool(workers, spawn, connect, 2, deadlines, stop)
     session = SimpleNamespace(
-        settings=SimpleNamespace(deadlines=deadlines),
+        settings=SimpleNamespace(deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=2)),
         stop=stop,
         trainers=[],
-        control=SimpleNamespace(load=no_load),
+        slots_of_a_worker=lambda workers: 1,
+        control=SimpleNamespace(load=no_load, servers={}),
     )
-    asyncio.run(pool.start())
-    yield workers, pool, Guard(session, manager, pool)
+    guard = Guard(session, manager, workers, spawn)
+    asyncio.run(guard.start())
+    yield workers, guard
     for actor in [*workers, manager]:
         ray.kill(actor)
 
 
 def test_worker_that_hangs_in_a_question_or_while_the_batch_is_awaited_is_replaced_in_time(guarded):
-    workers, pool, guard = guarded
+    workers, guard = guarded
     pids = ray.get([worker.pid.remote() for worker in workers], timeout=30)
     workers[1].hang.remote(60)
     time.sleep(0.2)
 
     def ask():
-        return asyncio.run(guard.wait(pool.ask("close_round"), "asking the workers", key=None))
+        return asyncio.run(guard.wait(guard.ask("close_round"), "asking the workers", key=None))
 
     began = time.monotonic()
     answers = ask()
     assert answers == [pids[0]] and INTERRUPT_S <= time.monotonic() - began < INTERRUPT_S + 2
     asyncio.run(guard.wait(asyncio.sleep(0.1), "the next wait"))
-    assert pool.restarted == 1
+    assert guard.restarted == 1
     again = ask()
     assert again[0] == pids[0] and again[1] not in pids
 
     async def batch():
         await asyncio.sleep(1)
         os.kill(pids[0], signal.SIGSTOP)
-        while pool.restarted < 2:
+        while guard.restarted < 2:
             await asyncio.sleep(0.1)
         return "complete"
 
     began = time.monotonic()
-    assert asyncio.run(guard.wait_batch(batch())) == "complete"
+    assert asyncio.run(guard.wait_batch(batch(), 1, time.monotonic())) == "complete"
     assert time.monotonic() - began < 1 + INTERRUPT_S + 10

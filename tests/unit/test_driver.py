@@ -14,6 +14,7 @@ from recipe.partial_rollout.manager.types import Prompt, PromptsWanted
 from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from tests.bench.scripted_engine import ScriptedWorker
@@ -23,12 +24,11 @@ STEPS = 4
 both = pytest.mark.parametrize("placement", list(Placement))
 
 
-class Pool:
-    """A ``WorkerPool`` of one worker, in which nobody dies."""
+class Calm(Guard):
+    """A guard of one worker, in which nobody dies."""
 
-    restarted = 0
-
-    def __init__(self, worker):
+    def __init__(self, session, manager, worker):
+        super().__init__(session, manager, [worker], None)
         self.worker, self.calls = worker, []
 
     async def open_round(self):
@@ -37,15 +37,10 @@ class Pool:
     async def close_round(self):
         self.worker.close_round()
 
-    def begin(self, verb):
-        return [asyncio.ensure_future(getattr(self.worker, verb)())]
-
-    async def ask(self, verb, begun=()):
-        await asyncio.gather(*begun)
+    async def ask(self, verb):
+        if verb == "flush":
+            await self.worker.flush()
         return [self.calls] if verb == "take_calls" else []
-
-    async def ended(self):
-        await asyncio.sleep(1e6)
 
 
 class Source:
@@ -96,8 +91,9 @@ class Life:
             figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )
-        manager, self.pool = Local(self.manager), Pool(self.worker)
-        self.driver = Driver(session, manager, InProcess(), self.pool, None)
+        manager = Local(self.manager)
+        self.guard = Calm(session, manager, self.worker)
+        self.driver = Driver(session, manager, InProcess(), self.guard, None)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, {})
@@ -245,7 +241,7 @@ async def test_separate_version_begins_once_all_engines_have_loaded_and_before_t
 async def test_step_is_booked_with_the_calls_of_training_samples_alone(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
         samples = ("0/0#0", "a4f0", "a4f1")
-        one.pool.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
+        one.guard.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
         await one.step(1)
         assert [call.sample for call in one.book.call_args.args[3]] == ["0/0#0"]
 

@@ -22,10 +22,8 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout import stop as stop_module
-from recipe.partial_rollout.rollout import workers as workers_module
-from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError
+from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError, WorkerLostError
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.rollout.workers import WorkerLostError, WorkerPool
 from tests.unit.shared import InProcess, Local, hangs, settings_of
 
 QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, weight_sync_s=0.2)
@@ -35,6 +33,7 @@ QUICK = Deadlines(stall_s=0.4, interrupt_s=0.2, weight_sync_s=0.2)
 def asked_again_soon(monkeypatch):
     monkeypatch.setattr(waits, "AGAIN_S", 0.01)
     monkeypatch.setattr(guard_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(guard_module, "_WATCH_EVERY_S", 0.002)
 
 
 def out_of_reach():
@@ -44,8 +43,9 @@ def out_of_reach():
 class FakeWorker:
     """Actor handle: ``serve`` ends when it is told to; ``answers`` says what becomes of each other question."""
 
-    def __init__(self):
+    def __init__(self, connected):
         self.ended, self.served, self.asked, self.errors, self.hangs = Future(), 0, [], [], set()
+        self.connected = connected
         self.serve = SimpleNamespace(remote=self._serve)
 
     def _serve(self):
@@ -59,6 +59,9 @@ class FakeWorker:
         self.ended.set_exception(error)
 
     async def _answer(self, verb, *args):
+        if verb == "connect":
+            await self.connected(*args)
+            return None
         if self.ended.done() and self.errors == []:
             raise ActorDiedError
         if self.errors:
@@ -73,26 +76,32 @@ class Life:
     """A guard over two workers; ``tokens``: what an engine says, one time after another."""
 
     def __init__(self, restarts=1, trainers=(), manager=None, tokens=(), deadlines=QUICK):
-        self.workers = [FakeWorker() for _ in range(2)]
+        self.workers = [self._spawn() for _ in range(2)]
         self.connected, self.killed, self.stop = [], [], StopSignals()
         self.connecting_s = 0.0
         self.manager = manager or AsyncMock(**{"release_worker.return_value": 3})
         handle, tokens = Local(self.manager), itertools.chain(tokens, itertools.repeat(0))
-        self.pool = WorkerPool(self.workers, lambda i: FakeWorker(), self._connect, restarts, deadlines, self.stop)
 
         async def load():
             return {"a": (1, next(tokens))}
 
         self.session = SimpleNamespace(
-            settings=SimpleNamespace(deadlines=deadlines),
+            settings=SimpleNamespace(
+                deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=restarts)
+            ),
             stop=self.stop,
             trainers=trainers,
-            control=SimpleNamespace(load=load),
+            control=SimpleNamespace(load=load, servers={"a": "server"}),
+            slots_of_a_worker=lambda workers: 8 // workers,
         )
-        self.guard = Guard(self.session, handle, self.pool)
+        self.guard = Guard(self.session, handle, self.workers, self._spawn)
 
-    async def _connect(self, i, name, worker):
+    def _spawn(self):
+        return FakeWorker(self._connect)
+
+    async def _connect(self, name, manager, slots, servers, place):
         await asyncio.sleep(self.connecting_s)
+        assert (slots, servers) == (4, {"a": "server"}) and place in (0.0, 0.5)
         self.connected.append(name)
 
     def _kill(self, worker):
@@ -108,9 +117,9 @@ class Life:
 @contextlib.asynccontextmanager
 async def life(**options):
     one = Life(**options)
-    await one.pool.start()
+    await one.guard.start()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workers_module.ray, "kill", one._kill)
+        patched.setattr(guard_module.ray, "kill", one._kill)
         async with asyncio.timeout(5):
             yield one
 
@@ -120,19 +129,21 @@ async def life(**options):
 
 async def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released():
     async with life() as one:
-        await one.guard.wait(one.pool.open_round(), "opening the round", key=None)
+        await one.guard.wait(one.guard.open_round(), "opening the round", key=None)
         main, dead = asyncio.get_running_loop().create_future(), one.workers[1]
-        waiting = asyncio.create_task(one.guard.wait_batch(main))
+        waiting = asyncio.create_task(one.guard.wait_batch(main, 1, 0.0))
         await asyncio.sleep(0.01)
         dead.end(RayActorError())
         await asyncio.sleep(0.05)
         assert not waiting.done() and one.workers[1] is not dead
         assert one.connected == ["agent_loop_worker_0", "agent_loop_worker_1", "agent_loop_worker_1.2"]
-        assert one.released == ["agent_loop_worker_1"] and one.pool.restarted == 1
+        assert one.released == ["agent_loop_worker_1"] and one.guard.restarted == 1
         assert one.workers[1].asked[0] == ("open_round",)
         main.set_result("complete")
         one.workers[0].end(RayActorError())
-        assert await waiting == "complete" and await one.pool.ask("close_round") == ["close_round"], "who lives answers"
+        assert await waiting == "complete" and await one.guard.ask("close_round") == ["close_round"], (
+            "who lives answers"
+        )
 
 
 @pytest.mark.parametrize(
@@ -157,8 +168,8 @@ async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again_and_goes
         await one.guard.wait(asyncio.sleep(0.1), "the round", key=None)
         assert one.workers[0] is worker and worker.served == 2, "its loop is awaited again"
         other.errors = [out_of_reach()]
-        assert await one.pool.ask("use_replicas", 7) == ["use_replicas"] * 2 and ("use_replicas", 7) in other.asked
-        assert one.released == [] and one.pool.restarted == 0
+        assert await one.guard.ask("use_replicas", 7) == ["use_replicas"] * 2 and ("use_replicas", 7) in other.asked
+        assert one.released == [] and one.guard.restarted == 0
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -166,7 +177,7 @@ async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_
     monkeypatch.setattr(stop_module, "_LOOK_EVERY_S", 0.01)
     async with life(deadlines=Deadlines(interrupt_s=5)) as one:
         dead, one.connecting_s = one.workers[1], 0.1
-        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(9 if stopped else 0.04, "complete")))
+        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(9 if stopped else 0.04, "complete"), 1, 0.0))
         await asyncio.sleep(0.01)
         dead.end(RayActorError())
         await asyncio.sleep(0.01)
@@ -176,7 +187,7 @@ async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_
             assert await waiting == "complete"
         new = one.workers[1]
         assert new is not dead and one.connected[-1] == "agent_loop_worker_1.2" and new.served == 1
-        assert await one.pool.ask("flush") == ["flush"] * 2 and one.pool.restarted == 1
+        assert await one.guard.ask("flush") == ["flush"] * 2 and one.guard.restarted == 1
 
 
 async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
@@ -184,7 +195,7 @@ async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
     async with life(restarts=0) as one:
         one.workers[0].hangs.add("__ray_ready__")
         with pytest.raises(WorkerLostError, match=rf"{said}.*restarts=0"):
-            await one.guard.wait_batch(hangs())
+            await one.guard.wait_batch(hangs(), 1, 0.0)
         assert one.killed == [one.workers[0]]
 
 
@@ -194,10 +205,10 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
         hung = one.workers[0]
         hung.hangs.add("close_round")
         asyncio.get_running_loop().call_later(0.05, setattr, one.stop, "_number", signal.SIGTERM)
-        await one.guard.wait(one.pool.ask("close_round"), "closing the round", key=None)
+        await one.guard.wait(one.guard.ask("close_round"), "closing the round", key=None)
         await one.guard.wait(asyncio.sleep(0.02), "the next wait", key=None)
         assert one.workers[0] is hung and one.released == ["agent_loop_worker_0"], "its samples go into the checkpoint"
-        assert await one.pool.ask("flush") == ["flush"]
+        assert await one.guard.ask("flush") == ["flush"]
 
 
 # -- what else ends a wait -----------------------------------------------------------------------------------------------
@@ -206,7 +217,7 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
 async def test_manager_that_does_not_answer_ends_the_round():
     async with life(manager=AsyncMock(**{"standing.side_effect": hangs})) as one:
         with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):
-            await one.guard.wait_batch(hangs())
+            await one.guard.wait_batch(hangs(), 1, 0.0)
 
 
 def trainer(*script):
@@ -219,7 +230,7 @@ async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
     async with life(trainers=[trainer(), trainer(None, ActorDiedError())]) as one:
         batch = asyncio.ensure_future(hangs())
         with pytest.raises(TrainerLostError, match=r"trainer 1 of 2 died during the round: ActorDiedError"):
-            await one.guard.wait_batch(batch)
+            await one.guard.wait_batch(batch, 1, 0.0)
         await asyncio.wait([batch])
         assert batch.cancelled()
 
@@ -227,7 +238,7 @@ async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
 async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
     away = trainer(out_of_reach())
     async with life(trainers=[away]) as one:
-        assert await one.guard.wait_batch(asyncio.sleep(0.2, "ready")) == "ready"
+        assert await one.guard.wait_batch(asyncio.sleep(0.2, "ready"), 1, 0.0) == "ready"
         assert away.__ray_ready__.remote.await_count > 2
 
 
@@ -244,13 +255,14 @@ async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
         ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 0),
     ],
 )
-async def test_engines_that_make_tokens_are_noted_and_those_that_make_none_are_not(readings, progress):
-    async with life(deadlines=Deadlines(stall_s=0.004)) as one:
+async def test_manager_is_told_of_engines_that_make_tokens_and_not_of_those_that_make_none(readings, progress):
+    async with life() as one:
         loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
-        one.session.control = AsyncMock(**{"load.side_effect": [*loads, asyncio.CancelledError]})
+        one.session.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
         with pytest.raises(asyncio.CancelledError):
-            await one.guard._watch_engines()
-        assert one.manager.note_decoding.await_count == progress
+            await one.guard.wait_batch(hangs(), 1, 0.0)
+        told = [decoded for (decoded,), _ in one.manager.standing.call_args_list]
+        assert sum(told) == progress and len(told) == len(readings) - 1
 
 
 async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_its_deadline_then(prompts):
@@ -258,9 +270,9 @@ async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_
     await actor.register_worker("w0", 4)
     await actor.begin_version(0, prompts(1), False)
     await actor.claim("w0")
-    # Asked every 0.1 s.
-    one = Life(manager=actor, tokens=itertools.chain(range(1, 10), itertools.repeat(10)))
+    # Asked every 0.02 s.
+    one = Life(manager=actor, tokens=itertools.chain(range(50), itertools.repeat(50)))
     began = time.monotonic()
     with pytest.raises(RolloutFailedError, match=r"no sample reported and no engine made a token for .*; 1 unfinished"):
-        await asyncio.wait_for(one.guard.wait_batch(actor.wait_batch(True)), 5)
+        await asyncio.wait_for(one.guard.wait_batch(actor.wait_batch(True), 1, 0.0), 5)
     assert time.monotonic() - began > 3 * QUICK.stall_s

@@ -194,10 +194,6 @@ class ManagerActor:
             self._wake()
         return ReadyBatch(decided_at, groups, admitted, manager.wanted)
 
-    async def note_decoding(self) -> None:
-        """Note that an engine has made tokens that no worker has reported yet."""
-        self._moved_at = time.monotonic()
-
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
         if not self._manager.round_open:
@@ -239,8 +235,14 @@ class ManagerActor:
                 self._metrics_at_flush = self._manager.metrics()
         self._wake()
 
-    async def standing(self) -> Standing:
-        """How far the round is; it waits for nobody, and nobody for it."""
+    async def standing(self, decoded: bool = False) -> Standing:
+        """How far the round is; it waits for nobody, and nobody for it.
+
+        Args:
+            decoded: whether an engine has made tokens that no worker may have reported yet.
+        """
+        if decoded:
+            self._moved_at = time.monotonic()
         manager = self._manager
         oldest = manager.version - manager.groups.oldest_birth(default=manager.version)
         return Standing(len(manager.groups.ready_queue), manager.slots.running, oldest)

@@ -38,14 +38,12 @@ from recipe.partial_rollout.manager.actor import RayObjects
 from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup, VersionStart
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.progress import show_round
 from recipe.partial_rollout.rollout.step_book import StepBatch, booked
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.waits import result_of
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.session import RunSession
-    from recipe.partial_rollout.rollout.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +69,16 @@ class Driver:
         session: of the run, which is open.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
-        pool: the agent-loop workers, connected to ``manager``.
+        guard: of the agent-loop workers, which are connected to ``manager``.
         balancer: handle of verl's load balancer, which serves validation.
     """
 
-    def __init__(self, session: RunSession, manager: Any, store: RayObjects, pool: WorkerPool, balancer: Any) -> None:
+    def __init__(self, session: RunSession, manager: Any, store: RayObjects, guard: Guard, balancer: Any) -> None:
         self._session, self._control = session, session.control
         self._stops = not session.settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store = manager, store
-        self._pool, self._balancer = pool, balancer
-        self._guard = Guard(session, manager, pool)
+        self._guard, self._balancer = guard, balancer
         self._state = RolloutState.QUIET
         self._prompts: list[Prompt] = []
         """of the next version, taken from the source"""
@@ -91,8 +88,6 @@ class Driver:
         """of it, until it has begun"""
         self._start = VersionStart(carried_groups=0)
         """what it began with"""
-        self._flushing: list[Any] = []
-        """references to the workers' reports, one a worker"""
         self._batch: StepBatch | None = None
         """with the trainer, until ``finish_step``"""
         self._step = 0
@@ -128,7 +123,7 @@ class Driver:
 
     async def _open(self) -> None:
         """Let the workers call the engines."""
-        await self._guard.wait(self._pool.open_round(), "opening the round", key=None)
+        await self._guard.wait(self._guard.open_round(), "opening the round", key=None)
         self._state = RolloutState.RUNNING
 
     # -- around a weight sync --------------------------------------------------------------------------------------
@@ -182,7 +177,7 @@ class Driver:
         self._session.figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
-        announcing = self._control.announce_restarted(self._balancer, self._pool, self._session.log)
+        announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)
         await self._guard.wait(announcing, "announcing restarted replicas", key=None)
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -231,10 +226,9 @@ class Driver:
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
         """The batch, once it is complete; whenever the manager wants prompts first, it gets them."""
-        size, source = self._session.settings.batch_groups, self._session.source
+        source = self._session.source
         while True:
-            showing = show_round(step, began, size, self._control.load, self._manager.standing.remote)
-            answer = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), showing)
+            answer = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
             if isinstance(answer, ReadyBatch):
                 return answer
             offered = self._manager.offer.remote(source.take(answer.count), source.left)
@@ -264,7 +258,7 @@ class Driver:
             batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
             batch.waits["flush_s"] = time.time() - waiting_since
         # Validation's have other names, and may have been made beside.
-        ended = await self._guard.wait(self._pool.ask("take_calls"), "asking the workers for their calls", key=None)
+        ended = await self._guard.wait(self._guard.ask("take_calls"), "asking the workers for their calls", key=None)
         calls = [call for calls in ended for call in calls if "#" in call.sample]
         if self._stops:
             first_call = min((call.start for call in calls), default=batch.opened_at)
@@ -276,11 +270,11 @@ class Driver:
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
         session.figures.update(booked(session, batch, account, calls))
-        session.figures["failures/workers_restarted_total"] = self._pool.restarted
+        session.figures["failures/workers_restarted_total"] = self._guard.restarted
         session.figures.update(await session.engine_metrics())
         if session.slots.reckon(calls):
             # Samples that are granted keep their slots.
-            resizing = self._manager.resize_workers.remote(session.slots_of_a_worker(len(self._pool)))
+            resizing = self._manager.resize_workers.remote(session.slots_of_a_worker(len(self._guard)))
             await self._guard.wait(resizing, "telling the manager of the workers' slots")
         self._batch = None
 
@@ -347,16 +341,15 @@ class Driver:
         await self._collect()
 
     async def _interrupt(self) -> None:
-        """Make the engines quiet, and ask the workers for what they had to leave unfinished."""
-        stopping = asyncio.gather(self._control.interrupt(), self._pool.close_round())
+        """Make the engines quiet; from then on the workers report what they had to leave unfinished."""
+        stopping = asyncio.gather(self._control.interrupt(), self._guard.close_round())
         await self._guard.wait(stopping, "interrupting the round", key=None)
         self._state = RolloutState.REPORTING
-        self._flushing = self._pool.begin("flush")
 
     async def _collect(self) -> float:
         """Wait until the manager knows every token; unix seconds when it did."""
         what = "collecting the interrupted samples from the agent-loop workers"
-        await self._guard.wait(self._pool.ask("flush", begun=self._flushing), what, key=None)
+        await self._guard.wait(self._guard.ask("flush"), what, key=None)
         reported_at: float = await self._guard.wait(self._manager.flush.remote(), what)
         self._state = RolloutState.QUIET
         return reported_at

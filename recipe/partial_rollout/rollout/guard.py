@@ -1,35 +1,61 @@
-"""The guard: the way in which the driver waits for the manager, the replicas and the agent-loop workers.
+"""The agent-loop workers of a run, and how the driver waits: with an eye on them.
 
-Whatever it waits for, it watches the workers' ``serve`` calls: a worker that dies is replaced, and its samples are
-requeued. A wait for the batch, which may take an hour, is watched by more, and whatever happens first ends it::
+Whatever the driver awaits, the workers' ``serve`` calls are watched. A worker that dies is replaced, and its samples are
+requeued with their journals: the worker that claims one next continues from its journal. A worker that does not answer in
+time is ended, and replaced like one that died. A wait for the batch, which may take an hour, is watched by more, and
+whatever happens first ends it::
 
     a trainer dies | the user's stop | the manager does not answer | a worker does not answer | engines and samples stall
 
-A worker that does not answer in time is ended, and replaced like one that died. Guarded waits do not nest.
+Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed now and then.
+Guarded waits do not nest.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import ray
 from ray.exceptions import RayActorError
+from tqdm import tqdm
 
-from recipe.partial_rollout.manager.types import RolloutFailedError
+from recipe.partial_rollout.manager.types import RolloutFailedError, Standing
 from recipe.partial_rollout.rollout.replicas import Load, decoded_between
-from recipe.partial_rollout.waits import answer_of, one_line, result_of, wait, whole
+from recipe.partial_rollout.waits import (
+    START_S,
+    NoAnswerError,
+    answer_of,
+    is_out_of_reach,
+    one_line,
+    result_of,
+    wait,
+    whole,
+)
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.rollout.session import RunSession
-    from recipe.partial_rollout.rollout.workers import WorkerPool
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 2.0
-"""seconds between two questions to manager, workers and trainers during a wait for the batch"""
-ASKED_IN_A_STALL = 4
-"""times that the engines are asked within ``stall_s``; a stall is noticed at most ``stall_s`` over this number late"""
+"""seconds between two questions to manager, workers, engines and trainers during a wait for the batch"""
+_WATCH_EVERY_S = 0.1
+"""seconds between two looks at the ``serve`` calls, which asks nobody"""
+_LOG_S = 60.0
+"""seconds between two lines about a round where there is no terminal"""
+_EACH_UP_TO = 8
+"""replicas that the line names one by one; of more it says the range"""
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLostError(RuntimeError):
+    """A worker died and is not replaced; the message names it."""
 
 
 class TrainerLostError(RuntimeError):
@@ -37,19 +63,33 @@ class TrainerLostError(RuntimeError):
 
 
 class Guard:
-    """Waits, with deadlines.
+    """Waits with deadlines; names, asks and replaces the workers.
 
     Args:
         session: of the run.
         manager: handle of the manager actor.
-        pool: the agent-loop workers, connected to ``manager``.
+        workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
+        spawn: makes the actor that replaces a worker.
     """
 
-    def __init__(self, session: RunSession, manager: Any, pool: WorkerPool) -> None:
+    def __init__(self, session: RunSession, manager: Any, workers: list[Any], spawn: Callable[[], Any]) -> None:
         self._session = session
         self._deadlines = session.settings.deadlines
         self._manager = manager
-        self._pool = pool
+        self._workers = workers
+        self._spawn = spawn
+        self.restarted = 0
+        """workers replaced since the start of the run"""
+        self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
+        self._lives = [1] * len(workers)
+        self._serving: list[Future[None] | None] = [None] * len(workers)
+        """of the ``serve`` calls; None for a worker that is gone for good"""
+        self._silent: dict[int, str] = {}
+        """why a worker was ended"""
+        self._open = False
+        """whether workers may call the engines"""
+
+    # -- waits -----------------------------------------------------------------------------------------------------
 
     async def wait(
         self,
@@ -76,11 +116,8 @@ class Guard:
         except RayActorError as error:
             raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
 
-    async def wait_batch(self, batch: Awaitable[T], *watches: Coroutine[Any, Any, Any]) -> T:
-        """The manager's answer about the batch.
-
-        Args:
-            watches: go on beside it, as in ``waits.wait``.
+    async def wait_batch(self, batch: Awaitable[T], step: int, began: float) -> T:
+        """The manager's answer about the batch of ``step``; ``began`` is as in ``watch_round``.
 
         Raises:
             RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
@@ -91,11 +128,10 @@ class Guard:
         """
         looks = (
             self._session.stop.watch(),
-            self._watch_trainers(),
-            self._watch_engines(),
-            self._watch_manager_and_workers(),
+            *(self._watch_trainer(rank, trainer) for rank, trainer in enumerate(self._session.trainers)),
+            watch_round(self._session, step, began, self._look),
         )
-        return await self.wait(batch, "the round", None, (*looks, *watches))
+        return await self.wait(batch, "the round", None, looks)
 
     async def _watch_workers(self, what: str) -> NoReturn:
         """Replace each worker whose ``serve`` ends during ``what``, for ever.
@@ -103,48 +139,184 @@ class Guard:
         Nothing ends the wait in the middle of it: half a replacement would be worse than a late answer.
         """
         while True:
-            lost = await self._pool.ended()
-            await whole(self._pool.replace(lost, what, self._release))
+            for i, serving in enumerate(self._serving):
+                if serving is not None and serving.done():
+                    await whole(self._replace(i, serving, what))
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    async def _watch_trainer(self, rank: int, trainer: Any) -> NoReturn:
+        """Ask a trainer for a sign of life, for ever: in all other phases the driver awaits its answers.
+
+        Raises:
+            TrainerLostError: it died.
+        """
+        while True:
+            try:
+                await answer_of(lambda: result_of(trainer.__ray_ready__.remote()))
+            except RayActorError as error:
+                raise TrainerLostError(
+                    f"trainer {rank} of {len(self._session.trainers)} died during the round: {one_line(error)}"
+                ) from error
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _look(self, decoded: bool) -> Standing:
+        """Ask manager and workers for a sign of life; a worker that gives none is ended.
+
+        Args:
+            decoded: whether engines have made tokens: a sample of 60,000 tokens may report nothing for longer than
+                ``deadlines.stall_s``, and is no stall.
+        """
+        asking, deadline_s = self._manager.standing.remote(decoded), self._deadlines.interrupt_s
+        standing = await wait(asking, deadline_s, "asking the manager actor how far the round is", "interrupt_s")
+        await self.ask("__ray_ready__")
+        return standing
+
+    # -- the workers' life -----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Connect every worker to the manager and the replicas, and let it serve."""
+        await asyncio.gather(*[self._start(i) for i in range(len(self))])
+
+    async def _start(self, i: int) -> None:
+        worker, session, count = self._workers[i], self._session, len(self)
+        slots, servers = session.slots_of_a_worker(count), session.control.servers
+        connecting = worker.connect.remote(self._names[i], self._manager, slots, servers, i / count)
+        await wait(connecting, START_S, f"starting {self._names[i]}")
+        self._serve(i)
+
+    def _serve(self, i: int) -> None:
+        """Await ``serve``, once in a worker's life: each await of a Ray reference that goes on leaves a future behind."""
+        self._serving[i] = self._workers[i].serve.remote().future()
+
+    async def _replace(self, i: int, serving: Future[None], what: str) -> None:
+        """Replace worker ``i``, whose ``serve`` has ended during ``what``.
+
+        Raises:
+            WorkerLostError: it failed, or a worker was lost once too often.
+        """
+        name, error = self._names[i], serving.exception()
+        if is_out_of_reach(error) and await self._answer(i, "__ray_ready__"):
+            logger.warning("Ray lost its connection to %s for a moment; it goes on", name)
+            self._serve(i)
+            return
+        if not isinstance(error, RayActorError):
+            raise WorkerLostError(f"{name} failed during {what}: {one_line(error)}") from error
+        why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
+        if self._session.stop.asked:
+            logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await self._release(name))
+            self._serving[i] = None
+            return
+        limit = self._session.settings.failures.worker_restarts
+        if self.restarted == limit:
+            raise WorkerLostError(
+                f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={limit})"
+            ) from error
+        self.restarted += 1
+        self._lives[i] += 1
+        requeued = await self._release(name)
+        self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
+        logger.warning("%s %s; %s takes its %d samples over", name, why, self._names[i], requeued)
+        self._workers[i] = self._spawn()
+        await self._start(i)
+        if self._open:
+            await self._answer(i, "open_round")
 
     async def _release(self, worker: str) -> int:
         """Requeue the samples of ``worker``, which is gone; returns how many."""
         what = f"requeuing the samples of {worker}"
         return await wait(self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s")
 
-    async def _watch_manager_and_workers(self) -> NoReturn:
-        """Ask manager and workers for a sign of life, for ever; a worker that gives none is ended."""
-        deadline_s = self._deadlines.interrupt_s
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            what = "asking the manager actor how far the round is"
-            await wait(self._manager.standing.remote(), deadline_s, what, "interrupt_s")
-            await self._pool.ask("__ray_ready__")
+    # -- questions to the workers ----------------------------------------------------------------------------------
 
-    async def _watch_trainers(self) -> NoReturn:
-        """Ask the trainers for a sign of life, for ever: in all other phases the driver awaits their answers.
+    async def open_round(self) -> None:
+        """Workers may call the engines."""
+        self._open = True
+        await self.ask("open_round")
 
-        Raises:
-            TrainerLostError: one died.
+    async def close_round(self) -> None:
+        """Workers start no more engine calls, and report what they have to leave unfinished."""
+        self._open = False
+        await self.ask("close_round")
+
+    async def ask(self, verb: str, *args: Any) -> list[Any]:
+        """The answers of the living workers to a question that may be asked twice; within a guarded wait.
+
+        A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced.
         """
-        trainers = self._session.trainers
+        found = await asyncio.gather(*[self._answer(i, verb, *args) for i in range(len(self))])
+        return [answer for answers in found for answer in answers]
+
+    async def _answer(self, i: int, verb: str, *args: Any) -> list[Any]:
+        """The answer of worker ``i``; none if it is lost. Once the user has asked to stop it has less time for it."""
+        worker, limit_s, began = self._workers[i], self._deadlines.interrupt_s, time.monotonic()
+        asking = answer_of(lambda: result_of(getattr(worker, verb).remote(*args)))
+        try:
+            return [await wait(asking, limit_s, verb, "interrupt_s", watches=[self._session.stop.grace()])]
+        except RayActorError:
+            return []
+        except NoAnswerError:
+            if self._workers[i] is worker:
+                waited = f"{verb.strip('_')} within {time.monotonic() - began:.1f} s"
+                limit = f"partial_rollout.deadlines.interrupt_s={limit_s:g}"
+                self._silent[i] = f"did not answer {waited} ({limit}) and was ended"
+                ray.kill(worker)
+            return []
+
+
+# -- how far a round is --------------------------------------------------------------------------------------------------
+
+
+async def watch_round(
+    session: RunSession, step: int, began: float, look: Callable[[bool], Awaitable[Standing]] | None = None
+) -> NoReturn:
+    """Show how far the round of ``step`` is, for ever: below verl's progress bar on a terminal, else printed.
+
+    Args:
+        began: when, ``time.monotonic``.
+        look: asks the manager; it is told whether an engine has made tokens since it was asked before. None under noPR.
+    """
+    seen = await session.control.load()
+    shown, shown_at = dict(seen), time.monotonic()
+    # tqdm switches it off where there is no terminal.
+    with tqdm(total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True, disable=None) as bar:
         while True:
-            await asyncio.gather(*[_look_after(trainers, rank) for rank in range(len(trainers))])
             await asyncio.sleep(LOOK_EVERY_S)
+            load = await session.control.load()
+            standing = await look(decoded_between(seen, load) > 0) if look else None
+            seen |= load
+            now = time.monotonic()
+            if bar.disable and now < shown_at + _LOG_S:
+                continue
+            rate = decoded_between(shown, load) / (now - shown_at) if shown and load else None
+            line = round_line(step, now - began, session.settings.batch_groups, standing, load, rate)
+            if bar.disable:
+                tqdm.write(line)
+            else:
+                bar.set_description_str(line)
+            shown, shown_at = dict(seen), now
 
-    async def _watch_engines(self) -> NoReturn:
-        """Tell the manager, for ever, that engines decode: a sample of 60,000 tokens may report nothing for longer than
-        ``deadlines.stall_s``, and is no stall."""
-        before: Load = {}
-        while True:
-            await asyncio.sleep(self._deadlines.stall_s / ASKED_IN_A_STALL)
-            now = await self._session.control.load()
-            if decoded_between(before, now):
-                await self._manager.note_decoding.remote()
-            before |= now
 
+def round_line(
+    step: int, seconds: float, batch_groups: int, standing: Standing | None, load: Load, tokens_per_s: float | None
+) -> str:
+    """An open round at one moment; what is None or empty did not answer (noPR has no manager).
 
-async def _look_after(trainers: Sequence[Any], rank: int) -> None:
-    try:
-        await answer_of(lambda: result_of(trainers[rank].__ray_ready__.remote()))
-    except RayActorError as error:
-        raise TrainerLostError(f"trainer {rank} of {len(trainers)} died during the round: {one_line(error)}") from error
+    >>> round_line(7, 143.2, 64, Standing(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4)
+    'step 7 | 37 of 64 groups ready | running 118 + 122 | 5,310 tok/s | oldest 2 versions | 143 s'
+    """
+    running = [count for count, _ in load.values()]
+    parts = [f"step {step}"]
+    if standing is not None:
+        parts.append(f"{standing.ready_groups} of {batch_groups} groups ready")
+    if len(running) > _EACH_UP_TO:
+        parts.append(f"running {sum(running)} on {len(running)} replicas ({min(running)} to {max(running)})")
+    elif running:
+        parts.append(f"running {' + '.join(map(str, running))}")
+    if tokens_per_s is not None:
+        parts.append(f"{tokens_per_s:,.0f} tok/s")
+    if standing is not None:
+        parts.append(f"oldest {standing.oldest} version{'' if standing.oldest == 1 else 's'}")
+    return " | ".join([*parts, f"{seconds:.0f} s"])

@@ -20,7 +20,7 @@ from recipe.partial_rollout.records.run_log import RunLog
 from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.workers import WorkerPool
+    from recipe.partial_rollout.rollout.guard import Guard
 
 Load = dict[str, tuple[int, int]]
 """address of a replica to the requests that it runs and the tokens decoded since its start"""
@@ -158,12 +158,12 @@ class ServerControl:
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
-    async def announce_restarted(self, balancer: Any, pool: WorkerPool, log: RunLog) -> None:
+    async def announce_restarted(self, balancer: Any, guard: Guard, log: RunLog) -> None:
         """Announce the replicas that were restarted since this was last called.
 
         Args:
             balancer: handle of verl's load balancer, which serves validation.
-            pool, log: of the run.
+            guard, log: of the run.
         """
         if self._announced == self.restarted:
             return
@@ -177,7 +177,7 @@ class ServerControl:
         except RayActorError as error:
             # Ray may have placed it on a node that has died.
             logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
-        await pool.ask("use_replicas", servers)
+        await guard.ask("use_replicas", servers)
         self._known = self.addresses
         log.use_replicas(self._known)
 

@@ -45,10 +45,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.progress import show_round
+from recipe.partial_rollout.rollout.guard import Guard, watch_round
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.step_book import noted, tell_failed
-from recipe.partial_rollout.rollout.workers import WorkerPool
 from recipe.partial_rollout.training.reward_info import info_columns, objects, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
@@ -94,8 +93,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
             output = await self._validate(prompts, super().generate_sequences(prompts))
             return output
         step, start = prompts.meta_info["global_steps"], time.time()
-        size, load = self.session.settings.batch_groups, self.session.control.load
-        showing = show_round(step, time.monotonic(), size, load)
+        showing = watch_round(self.session, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         self._settle(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
@@ -172,31 +170,18 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     def connect(self, session: RunSession, pad_id: int) -> None:
         """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
-        settings, control, workers = session.settings, session.control, self.agent_loop_workers
-        deadline_s = settings.deadlines.interrupt_s
+        settings = session.settings
         self.session, self._pad_id = session, pad_id
-        store = RayObjects(deadline_s)
+        store = RayObjects(settings.deadlines.interrupt_s)
         # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
         bounded = settings.group_filter is not None and settings.drain
         train_groups = session.steps.last * settings.batch_groups if bounded else None
         manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
+        guard = Guard(session, manager, self.agent_loop_workers, self._spawn)
+        self.driver = Driver(session, manager, store, guard, self.llm_client._load_balancer)
+        auto_await(guard.start)()
 
-        async def introduce(i: int, name: str, worker: Any) -> None:
-            slots, place = session.slots_of_a_worker(len(workers)), i / len(workers)
-            await worker.connect.remote(name, manager, slots, control.servers, place)
-
-        pool = WorkerPool(
-            workers,
-            spawn=self._spawn,
-            connect=introduce,
-            restarts=settings.failures.worker_restarts,
-            deadlines=settings.deadlines,
-            stop=session.stop,
-        )
-        self.driver = Driver(session, manager, store, pool, self.llm_client._load_balancer)
-        auto_await(pool.start)()
-
-    def _spawn(self, i: int) -> Any:
+    def _spawn(self) -> Any:
         """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
         return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles

@@ -71,6 +71,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
     """the ``ClaimLoop``'s"""
+    _flushing: asyncio.Task[None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,8 +119,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._claims.open.set()
 
     def close_round(self) -> None:
-        """Allow no new engine call; running ones end when their replica aborts them."""
+        """Allow no new engine call; running ones end when their replica aborts them, and then all is reported."""
         self._claims.open.clear()
+        self._flushing = asyncio.create_task(self.flush())
 
     async def flush(self) -> None:
         """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
