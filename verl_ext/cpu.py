@@ -8,7 +8,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,57 +19,11 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 NAME = "cpu"
 
 
-class CPUDeviceModule(types.ModuleType):
-    """``torch.cpu`` plus what verl calls on a device module: memory counters and the RNG state."""
+class PlatformCPU(PlatformBase):
+    """verl's hardware interface without an accelerator, and its device module: ``torch.cpu``, and what that lacks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
-
-    @staticmethod
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        """(free, total) bytes of the machine's memory."""
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-
-    @staticmethod
-    def memory_allocated(device: Any = None) -> int:
-        """Resident bytes of this process."""
-        return psutil.Process().memory_info().rss
-
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-
-    @staticmethod
-    def get_device_name(device: Any = None) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    @staticmethod
-    def manual_seed(seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    @staticmethod
-    def empty_cache() -> None:
-        """The C allocator caches nothing that could be released here."""
-
-    @staticmethod
-    def ipc_collect() -> None:
-        """Weights travel by shared memory, which verl unlinks itself."""
-
-
-device_module = CPUDeviceModule("verl_ext.cpu_device")
-
-
-class PlatformCPU(PlatformBase):
-    """verl's hardware interface on a machine without an accelerator."""
 
     @property
     def device_name(self) -> str:
@@ -81,8 +34,8 @@ class PlatformCPU(PlatformBase):
         return NAME
 
     @property
-    def device_module(self) -> types.ModuleType:
-        return device_module
+    def device_module(self) -> Any:
+        return self
 
     def is_available(self) -> bool:
         return True
@@ -101,6 +54,9 @@ class PlatformCPU(PlatformBase):
     def set_device(self, device_index: int) -> None:
         """There is one CPU device."""
 
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
     def synchronize(self, device_index: int | None = None) -> None:
         """CPU work is done when the call returns."""
 
@@ -110,11 +66,31 @@ class PlatformCPU(PlatformBase):
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, total) bytes of the machine's memory."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Resident bytes of this process."""
+        return psutil.Process().memory_info().rss
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
     def set_allocator_settings(self, settings: str) -> None:
         """The settings are those of the CUDA allocator."""
 
     def empty_cache(self) -> None:
         """The C allocator caches nothing that could be released here."""
+
+    def ipc_collect(self) -> None:
+        """Weights travel by shared memory, which verl unlinks itself."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None

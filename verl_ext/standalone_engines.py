@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.trainer.ppo import ray_trainer
-from verl.workers.rollout import replica
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from verl_ext.guard import VERL, replaced, require
@@ -28,15 +27,8 @@ class StandaloneServerManager(LLMServerManager):
 
 
 @contextlib.contextmanager
-def standalone_engines(worker_group_class: type) -> Iterator[None]:
-    """In this context, ``RayPPOTrainer.init_workers`` starts standalone replicas.
-
-    Args:
-        worker_group_class: verl's ``RayWorkerGroup``, or a subclass, for the workers beside the engines.
-    """
+def standalone_engines() -> Iterator[None]:
+    """In this context, ``RayPPOTrainer.init_workers`` starts standalone replicas."""
     require("verl", VERL, "standalone_engines")
-    with (
-        replaced(ray_trainer, "LLMServerManager", StandaloneServerManager),
-        replaced(replica, "RayWorkerGroup", worker_group_class),
-    ):
+    with replaced(ray_trainer, "LLMServerManager", StandaloneServerManager):
         yield

@@ -8,7 +8,6 @@ its page gets an error 500 for ever: such values are left out, and the first is 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -34,7 +33,8 @@ def section_of(key: str) -> str:
 
 def install() -> None:
     """Patch the local board in this process; before ``swanlab.init``. Safe to call twice."""
-    when_imported("swanlab.deprecated.local", _patch, functools.partial(require, "swanlab", SWANLAB))
+    require("swanlab", SWANLAB, "swanlab_board")
+    when_imported("swanlab.deprecated.local", _patch)
 
 
 def _patch(module: Any) -> None:

@@ -1,11 +1,9 @@
-"""Patches for verl's v1 trainers: a name in their registry, the class of their worker groups, a deadline of TransferQueue.
+"""Patches for verl's v1 trainers: a name in their registry, a deadline of TransferQueue.
 
 ``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
 So the registry imports the recipe's when it is asked for it, and hydra learns the recipe's keys before that command
 composes its config. They may go when verl's command imports what a config names. Where another package hides the recipe,
 they do nothing: they are there for whatever imports verl.
-
-v1's ``_setup`` has no option for the class of its worker groups, so the name that it calls is replaced while it runs.
 
 TransferQueue's clients wait for its controller without end, whoever has died. It may go when they have a deadline.
 """
@@ -15,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_ext.command import OURS, imported_here
-from verl_ext.guard import VERL, installed, replaced, require
+from verl_ext.guard import installed, require
 
 _MODE = "partial_rollout"
 """``trainer.v1.trainer_mode``, and the section of the recipe's keys"""
@@ -103,17 +101,3 @@ def bound_controller(module: Any) -> None:
                 ) from error
 
     module.ZMQSocketPool = BoundPool
-
-
-@contextlib.contextmanager
-def worker_groups(worker_group_class: type) -> Iterator[None]:
-    """In this context v1's trainers, and separate engines, have worker groups of this class, a ``RayWorkerGroup``."""
-    from verl.trainer.ppo.v1 import trainer_base
-    from verl.workers.rollout import replica
-
-    require("verl", VERL, "v1")
-    with (
-        replaced(trainer_base, "RayWorkerGroup", worker_group_class),
-        replaced(replica, "RayWorkerGroup", worker_group_class),
-    ):
-        yield

@@ -13,7 +13,7 @@ import functools
 import logging
 from typing import Any
 
-from verl_ext.guard import GPU_PAIR, TESTED, installed_pair, require_tested_pair, when_imported
+from verl_ext.guard import GPU_PAIR, TESTED, installed_pair, when_imported
 from verl_ext.plugin import cpu_requested
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
@@ -71,17 +71,17 @@ def tell_preempted(module: Any) -> None:
 def register() -> None:
     """Patch vLLM's scheduler, and on the CPU platform its layers; of an untested pair of vLLM and torch, only warn."""
     found = installed_pair()
-    if found in TESTED:
-        when_imported(_SCHEDULER, count_preempted, require_tested_pair)
-        when_imported(_CORE, answer_in_core, require_tested_pair)
-    else:
-        logger.warning("preemptions are not counted: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
+    if found not in TESTED:
+        logger.warning("vLLM is not patched: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
+        return
+    when_imported(_SCHEDULER, count_preempted)
+    when_imported(_CORE, answer_in_core)
     if found == GPU_PAIR:
-        when_imported(_SCHEDULER, tell_preempted, require_tested_pair)
+        when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
         from verl_ext import cpu
 
-        when_imported("vllm.model_executor.layers.utils", cpu.keep_weights, require_tested_pair)
+        when_imported("vllm.model_executor.layers.utils", cpu.keep_weights)
 
 
 async def preemptions_of(engine: Any) -> int | None:

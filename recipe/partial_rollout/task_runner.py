@@ -23,7 +23,6 @@ from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
-from recipe.partial_rollout.training.trainer_run import MasterPortWorkerGroup
 from recipe.partial_rollout.waits import one_line
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
@@ -166,7 +165,6 @@ class TaskRunner(BaseTaskRunner):
             processor=self.processor,
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=MasterPortWorkerGroup,
             train_dataset=self.train_dataset,
             val_dataset=self.val_dataset,
             collate_fn=collate_fn,

@@ -12,8 +12,8 @@ from recipe.partial_rollout import task_runner
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.rollout import cluster_nodes
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, NodeLostError
-from recipe.partial_rollout.training import trainer_run
 from recipe.partial_rollout.waits import one_line
+from verl_ext import master_port
 
 
 def node(name, *, alive=True, reason="", port=7001):
@@ -123,14 +123,12 @@ def test_ray_that_does_not_answer_is_refused_by_its_key_within_seconds(
         assert time.monotonic() < began + 10
 
 
-def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path, monkeypatch):
+def test_trainers_rendezvous_port_is_one_that_the_kernel_does_not_hand_out(tmp_path):
     file = tmp_path / "range"
     file.write_text("20000\t60999\n")
-    first, end = trainer_run.master_port_range(file)
+    first, end = master_port.master_port_range(file)
     assert 10_000 <= first < end <= 20_000
-    assert trainer_run.master_port_range(tmp_path / "none")[1] <= 32768
-    asked = []
-    monkeypatch.setattr(RayWorkerGroup, "__init__", lambda self, master_port_range: asked.append(master_port_range))
-    trainer_run.MasterPortWorkerGroup(master_port_range=[1, 2])
-    trainer_run.MasterPortWorkerGroup()
-    assert asked[0] == [1, 2] and asked[1][0] >= 10_000
+    assert master_port.master_port_range(tmp_path / "none")[1] <= 32768
+    for told, expected in (({}, range(10_000, 65_535)), ({"master_port_range": [1, 2]}, [1])):
+        group = RayWorkerGroup(worker_handles=["a worker"], **told)
+        assert group._ray_master_port_range[0] in expected

@@ -93,8 +93,7 @@ NEEDED = [
     ("verl.trainer.ppo.ray_trainer", "from verl.utils.tracking import Tracking"),
     ("verl.trainer.ppo.ray_trainer", "LLMServerManager.create("),
     ("verl.trainer.ppo.ray_trainer", "worker_group=self.actor_rollout_wg"),
-    ("verl.workers.rollout.replica", "= RayWorkerGroup("),
-    ("verl.trainer.ppo.v1.trainer_base", "= RayWorkerGroup("),
+    ("verl.single_controller.ray.base", "port = s.getsockname()[1]"),
     ("verl.trainer.ppo.v1.trainer_base", "self.logger = Tracking("),
     ("verl.trainer.ppo.v1.trainer_base", "return TRAINER_REGISTRY[name]"),
     (

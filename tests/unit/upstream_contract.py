@@ -45,7 +45,7 @@ verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
         _val_metrics_update _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client
         get_reward_handles
 verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer trained_rows
-    has: RayWorkerGroup TRAINER_REGISTRY Tracking compute_data_metrics compute_variance_proxy_metrics
+    has: TRAINER_REGISTRY Tracking compute_data_metrics compute_variance_proxy_metrics
     calls: register_trainer(name)
     reads: _enable_hybrid_replicas
 verl.trainer.constants_ppo <- task_runner plugin
@@ -61,7 +61,7 @@ transfer_queue:KVBatchMeta <- rounds trainer
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
         init_resource_pool_mgr
-verl.single_controller.ray.base:RayWorkerGroup <- trainer_run
+verl.single_controller.ray.base:RayWorkerGroup <- master_port
     calls: __init__(*, master_port_range)
 verl.workers.engine_workers:ActorRolloutRefWorker <- trainer_run weight_transfer
     calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)
@@ -101,8 +101,8 @@ verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
-verl.workers.rollout.replica <- standalone_engines facts
-    has: RayWorkerGroup CONTROL_METHOD_CONCURRENCY
+verl.workers.rollout.replica <- facts
+    has: CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
     calls: add_servers(servers) remove_servers(server_ids)
 verl.workers.rollout.replica:TokenOutput <- llm_client observed

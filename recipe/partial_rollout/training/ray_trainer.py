@@ -33,7 +33,7 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
     def init_workers(self) -> None:
         """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
         alone = engine_devices(self.config) > 0
-        with standalone_engines(self.ray_worker_group_cls) if alone else nullcontext():
+        with standalone_engines() if alone else nullcontext():
             super().init_workers()
         self._connect(self.async_rollout_manager)
 

@@ -7,17 +7,14 @@ run's session, checkpoints, stops, metrics and the end of each step.
 from __future__ import annotations
 
 import gc
-import random
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import verl.utils.tracking as tracking
-from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
@@ -38,34 +35,6 @@ from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.tracking_observer import observed_tracking
-
-_WIDTH = 1000
-"""ports of a range"""
-
-
-def master_port_range(kernels: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
-    """A random range of ports ``[first, end)`` below those that the kernel assigns; all if there is no room below.
-
-    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
-    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE. Ports below are taken only
-    by processes that ask for them by number.
-    """
-    try:
-        end = int(kernels.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        end = 32768  # Linux's default
-    if end < 10_000 + _WIDTH:
-        return [10_000, 65_535]
-    first = random.randrange(10_000, end - _WIDTH + 1)
-    return [first, first + _WIDTH]
-
-
-class MasterPortWorkerGroup(RayWorkerGroup):
-    """``RayWorkerGroup``, whose ``master_port_range`` is ``master_port_range()``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("master_port_range", master_port_range())
-        super().__init__(*args, **kwargs)
 
 
 class TrainerRun:

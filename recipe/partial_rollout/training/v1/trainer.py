@@ -21,9 +21,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.training.colocated_reward import score_batch
-from recipe.partial_rollout.training.trainer_run import MasterPortWorkerGroup, TrainerRun
+from recipe.partial_rollout.training.trainer_run import TrainerRun
 from recipe.partial_rollout.training.v1.rounds import TRAIN, DataEndedError, RoundBuffer
-from verl_ext.v1 import worker_groups
 
 
 class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
@@ -60,15 +59,14 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
         """As verl's; separate engines have devices of their own and the transfer that the config asks for."""
         alone = engine_devices(self.config) > 0
         self._enable_hybrid_replicas = not alone
-        with worker_groups(MasterPortWorkerGroup):
-            super()._setup()
-            if alone:
-                self.llm_server_manager: Any = LLMServerManager.create(config=self.config)
-                self.checkpoint_manager: Any = CheckpointEngineManager(
-                    config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
-                    actor_wg=self.actor_rollout_wg,
-                    replicas=self.llm_server_manager.get_replicas(),
-                )
+        super()._setup()
+        if alone:
+            self.llm_server_manager: Any = LLMServerManager.create(config=self.config)
+            self.checkpoint_manager: Any = CheckpointEngineManager(
+                config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+                actor_wg=self.actor_rollout_wg,
+                replicas=self.llm_server_manager.get_replicas(),
+            )
 
     def on_init_end(self) -> None:
         """The weights are sent once the run's parts are connected."""
