@@ -282,16 +282,16 @@ async def test_waiting_claim_is_answered_when_its_worker_gets_more_slots(prompts
     assert (len(first), len(await soon(waiting))) == (8, 3)
 
 
-async def test_dead_worker_reports_nothing_and_its_claim_takes_nothing_from_its_successor(prompts, output):
+async def test_dead_worker_reports_nothing_and_its_claim_gets_nothing(prompts, output):
     actor = actor_of(overlap=0.0)
     await actor.register_worker("w0", 4)
     orphan = await pending(actor.claim("w0"))
     await actor.release_worker("w0")
-    await actor.register_worker("w0", 4)
+    await actor.register_worker("w0.2", 4)
     await actor.begin_version(0, prompts(1), 0)
-    assert await soon(orphan) == []
-    (grant,) = await actor.claim("w0")
-    await actor.release_worker("w0")
+    with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
+        await soon(orphan)
+    (grant,) = await actor.claim("w0.2")
     with pytest.raises(RuntimeError, match="worker w0 is not registered: it was released"):
         await end(actor, output, grant.sample_id)
 

@@ -200,7 +200,7 @@ class ManagerLife(RuleBasedStateMachine):
     def resize(self, pick, capacity):
         """What scarce KV does between rounds."""
         worker = list(self.capacity)[pick % len(self.capacity)]
-        self.manager.slots.incarnation(worker).capacity = capacity
+        self.manager.slots.workers[worker] = capacity
         self.capacity[worker] = capacity
 
     @precondition(lambda self: started(self) and len(self.capacity) > 1)

@@ -115,7 +115,7 @@ class ManagerActor:
         Raises:
             RolloutFailedError: it is, and no sample waits for its retry.
         """
-        away, idle_s = self._manager.slots.away, time.monotonic() - self._moved_at
+        away, idle_s = self._manager.samples.away, time.monotonic() - self._moved_at
         left_s = (self._away_s if away else self._stall_s) - idle_s
         if left_s <= 0 and not self._retries:
             limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
@@ -245,7 +245,7 @@ class ManagerActor:
             self._moved_at = time.monotonic()
         manager = self._manager
         oldest = manager.version - manager.groups.oldest_birth(default=manager.version)
-        return Standing(len(manager.groups.ready_queue), manager.slots.running, oldest)
+        return Standing(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
 
     async def abandon(self, reason: str, error: ToldError | None = None) -> None:
         """Fail everyone who waits, because something outside the manager has died."""
@@ -293,8 +293,8 @@ class ManagerActor:
 
     async def resize_workers(self, capacity: int) -> None:
         """Every worker has ``capacity`` slots from here on."""
-        for load in self._manager.slots.workers.values():
-            load.capacity = capacity
+        slots = self._manager.slots
+        slots.workers = dict.fromkeys(slots.workers, capacity)
         self._wake()
 
     async def release_worker(self, worker: str) -> int:
@@ -310,14 +310,14 @@ class ManagerActor:
             self._await_reports(self._unflushed - {worker})
 
     async def claim(self, worker: str) -> list[Grant]:
-        """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any."""
-        claimant = self._manager.slots.incarnation(worker)
+        """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any.
+
+        Raises:
+            RuntimeError: the worker was released.
+        """
         until, patient_until = time.monotonic() + self.CLAIM_WAIT_S, math.inf
         while True:
             self._raise_failure()
-            # The caller may have died while its claim waited, and a new worker may have taken its name.
-            if self._manager.slots.incarnation(worker) is not claimant:
-                return []
             now = time.monotonic()
             if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=now >= patient_until):
                 return grants
@@ -345,7 +345,7 @@ class ManagerActor:
             RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
                 so the report came twice.
         """
-        self._manager.slots.incarnation(report.worker)
+        self._manager.slots.require(report.worker)
         self._note_errors(report.errors)
         for verb, *details in report.events:
             if verb == "fail":

@@ -342,7 +342,7 @@ class Samples:
     RuntimeError: finish: sample 0/0#0 is interrupted, not running or away
 
     Args:
-        counters: their seconds without a slot are counted here.
+        counters: their interruptions, and seconds without a slot, are counted here.
         clock: seconds; stamped on state changes for stall reports.
     """
 
@@ -351,9 +351,13 @@ class Samples:
         self._clock = clock
         self.unfinished: dict[str, Sample] = {}
         """by id"""
+        self.running: Counter[str | None] = Counter()
+        """number of the RUNNING ones, which hold a slot, by worker"""
+        self.away = 0
+        """number of the AWAY ones, which live on without a slot"""
 
     def move(self, sample_id: str, verb: str) -> Sample:
-        """Have a sample leave its state and enter another, as ``VERBS`` says; returns it.
+        """Have a sample of its worker leave its state and enter another, as ``VERBS`` says; returns it.
 
         Raises:
             RuntimeError: ``verb`` does not leave its state, or it has finished.
@@ -362,8 +366,12 @@ class Samples:
         sample, now = self.in_state(sample_id, verb, leaves), self._clock()
         if sample.state is SampleState.AWAY:
             self._counters.away_s += now - sample.since
+        elif verb == "interrupt":
+            self._counters.interrupted += 1
         if enters is None:
             enters = SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING
+        self.running[sample.worker] += (enters is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
+        self.away += (enters is SampleState.AWAY) - (sample.state is SampleState.AWAY)
         sample.state, sample.since = enters, now
         return sample
 

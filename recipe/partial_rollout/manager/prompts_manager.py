@@ -102,8 +102,8 @@ class PromptsManager:
         self.groups = Groups(put)
         self.counters = self.groups.counters
         self.reserve = Reserve()
-        self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)))
         self.samples = Samples(self.counters, clock)
+        self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)), self.samples)
         self._version_state = VersionState.CLOSED
         self._batch_taken = False
         """whether the trainer has got the batch of the present version"""
@@ -116,13 +116,13 @@ class PromptsManager:
 
     def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> list[Grant]:
         """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
-        self.slots.incarnation(worker)
+        self.slots.require(worker)
         if not self.round_open:
             return []
         # What would be too old after the batch that is trained next must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
-        claimed = self.slots.claim(worker, limit, len(self.samples.unfinished), beyond_share=beyond_share)
+        claimed = self.slots.claim(worker, limit, beyond_share=beyond_share)
         return [self._grant(sample, worker) for sample in claimed]
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
@@ -131,11 +131,11 @@ class PromptsManager:
             self.groups.start(group, self.version)
             self.slots.queue.refresh(group)
         self.counters.resumed += sample.state is SampleState.INTERRUPTED
-        self.samples.move(sample.id, "claim")
         # This worker still holds the conversation, so its journal need not be sent at every resumption.
         held = sample.worker == worker
         journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
         sample.worker = worker
+        self.samples.move(sample.id, "claim")
         return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
 
     def add(self, progress: Progress) -> None:
@@ -149,19 +149,15 @@ class PromptsManager:
 
     def leave(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it, and no token follows until it has come back."""
-        self.slots.leave(self.samples.move(sample_id, "leave"))
+        self.samples.move(sample_id, "leave")
 
     def interrupt(self, sample_id: str) -> None:
         """It needs a slot again, before any new prompt, in its worker, which keeps the conversation; free what it has."""
-        sample = self.samples.move(sample_id, "interrupt")
-        self.counters.interrupted += self.slots.free(sample)
-        self.slots.queue.push(sample)
+        self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
         """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED."""
-        sample = self.samples.move(sample_id, "finish")
-        self.slots.free(sample)
-        self._end(sample, output)
+        self._end(self.samples.move(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
         """Free its slot: its loop, or its reward ``times`` in a row, raised ``error`` (one line). Returns the verdict.
@@ -169,7 +165,6 @@ class PromptsManager:
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
         sample = self.samples.move(sample_id, "fail")
-        self.slots.free(sample)
         sample.worker, sample.error = None, error
         sample.failures += times
         verdict = verdict_on(sample.failures, self._settings.failures)

@@ -19,11 +19,11 @@ import heapq
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
+from recipe.partial_rollout.manager.groups import Samples
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
 
 Key = tuple[float, ...]
@@ -123,12 +123,10 @@ class ClaimQueue:
             del self._claimable[owner][order]
         return sample
 
-    def drain(self, owner: str) -> list[Sample]:
+    def forget(self, owner: str) -> None:
         """Withdraw every sample that only ``owner`` could claim."""
-        held = self._claimable.pop(owner, {})
-        self._heaps.pop(owner, None)
-        del self.sizes[owner]
-        return [sample for samples in held.values() for sample in samples]
+        for by_owner in (self._claimable, self._heaps, self.sizes):
+            by_owner.pop(owner, None)
 
     def _key(self, owner: str | None, group: PromptGroup) -> Key:
         priority = self._priority(group)
@@ -147,121 +145,74 @@ class ClaimQueue:
         return None
 
 
-@dataclass(slots=True)
-class WorkerLoad:
-    """Capacity of one worker, kept apart from the lifecycle of its samples."""
-
-    capacity: int
-    running: dict[str, Sample] = field(default_factory=dict)
-    """by id"""
-    away: dict[str, Sample] = field(default_factory=dict)
-    """by id; they hold no slot"""
-
-    @property
-    def free(self) -> int:
-        return self.capacity - len(self.running)
-
-
 class Slots:
     """The slots of all workers, and the queue of samples that wait for one.
 
+    >>> from recipe.partial_rollout.manager.groups import Counters
     >>> from recipe.partial_rollout.manager.types import Prompt
     >>> group = PromptGroup(Prompt("0/0", {}), order=0, unfinished=4)
-    >>> group.samples = [Sample(f"0/0#{i}", group) for i in range(4)]
-    >>> slots = Slots(ClaimQueue(get_scheduling_priority))
+    >>> samples = Samples(Counters(), clock=lambda: 0.0)
+    >>> samples.unfinished |= {f"0/0#{i}": Sample(f"0/0#{i}", group) for i in range(4)}
+    >>> slots = Slots(ClaimQueue(get_scheduling_priority), samples)
     >>> slots.register("fast", 6)
     >>> slots.register("slow", 2)
-    >>> for sample in group.samples:
+    >>> for sample in samples.unfinished.values():
     ...     slots.queue.push(sample)
-    >>> [sample.id for sample in slots.claim("fast", None, unfinished=4)]
+    >>> [sample.id for sample in slots.claim("fast")]
     ['0/0#0', '0/0#1', '0/0#2']
-    >>> [sample.id for sample in slots.claim("slow", None, unfinished=4)]
+    >>> [sample.id for sample in slots.claim("slow")]
     ['0/0#3']
     """
 
-    def __init__(self, queue: ClaimQueue) -> None:
+    def __init__(self, queue: ClaimQueue, samples: Samples) -> None:
         self.queue = queue
-        self.workers: dict[str, WorkerLoad] = {}
-        """workers that have joined and were not released"""
-
-    # -- workers ---------------------------------------------------------------------------------------------------
+        self._samples = samples
+        self.workers: dict[str, int] = {}
+        """slots of each worker that has joined and was not released; no two ever have the same name"""
 
     def register(self, worker: str, capacity: int) -> None:
         """Add a worker that can run ``capacity`` samples at once."""
         if worker in self.workers:
             raise RuntimeError(f"worker {worker} is registered already")
-        self.workers[worker] = WorkerLoad(capacity)
+        self.workers[worker] = capacity
 
     def release(self, worker: str) -> list[Sample]:
         """Forget a dead worker; returns the samples that it had: nobody owns them now."""
-        slots = self.workers.pop(worker, None)
-        if slots is None:
-            return []
-        return [*slots.running.values(), *slots.away.values(), *self.queue.drain(worker)]
+        self.workers.pop(worker, None)
+        self.queue.forget(worker)
+        return [sample for sample in self._samples.unfinished.values() if sample.worker == worker]
 
-    @property
-    def running(self) -> int:
-        """Samples that hold a slot."""
-        return sum(len(slots.running) for slots in self.workers.values())
-
-    @property
-    def away(self) -> int:
-        """Samples that live on without a slot."""
-        return sum(len(slots.away) for slots in self.workers.values())
-
-    def incarnation(self, worker: str) -> WorkerLoad:
-        """The slots of ``worker``: the same object until it is released, so that a call by a dead worker is told from one
-        by its successor of the same name.
-
-        Raises:
-            RuntimeError: it is not registered, or was released.
-        """
-        slots = self.workers.get(worker)
-        if slots is None:
+    def require(self, worker: str) -> None:
+        """Raise RuntimeError if ``worker`` is not registered, or was released."""
+        if worker not in self.workers:
             raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
-        return slots
 
-    # -- samples ---------------------------------------------------------------------------------------------------
+    def _free(self, worker: str) -> int:
+        return self.workers[worker] - self._samples.running[worker]
 
-    def free(self, sample: Sample) -> bool:
-        """Free the slot of ``sample``, which its worker no longer has; returns whether it had one."""
-        assert sample.worker is not None
-        slots = self.workers[sample.worker]
-        has_slot = sample.id in slots.running
-        del (slots.running if has_slot else slots.away)[sample.id]
-        return has_slot
-
-    def leave(self, sample: Sample) -> None:
-        """Free the slot of ``sample``, which lives on in its worker."""
-        assert sample.worker is not None
-        slots = self.workers[sample.worker]
-        slots.away[sample.id] = slots.running.pop(sample.id)
-
-    def claim(self, worker: str, limit: int | None, unfinished: int, *, beyond_share: bool = False) -> Iterator[Sample]:
-        """Up to ``limit`` samples by priority, each with a slot of ``worker``.
+    def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> Iterator[Sample]:
+        """Up to ``limit`` samples by priority, for slots of ``worker``; the caller has each run before it asks for more.
 
         Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
         when the iterator reaches it, because starting the one before may have changed the priority of its group.
 
         Args:
             limit: None stands for all its free slots.
-            unfinished: number of unfinished samples over all workers; those that are away need no slot.
             beyond_share: also take part of the samples that other workers have left unclaimed.
         """
-        slots = self.incarnation(worker)
-        shared = math.ceil(
-            (unfinished - self.away) * slots.capacity / sum(each.capacity for each in self.workers.values())
-        )
-        shared -= len(slots.running) + self.queue.sizes[worker]
+        # Those that are away need no slot.
+        present = len(self._samples.unfinished) - self._samples.away
+        shared = math.ceil(present * self.workers[worker] / sum(self.workers.values()))
+        shared -= self._samples.running[worker] + self.queue.sizes[worker]
         if beyond_share:
             shared = max(shared, math.ceil(self.queue.sizes[None] / len(self.workers)))
-        for _ in range(slots.free if limit is None else min(limit, slots.free)):
+        free = self._free(worker)
+        for _ in range(free if limit is None else min(limit, free)):
             if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
             shared -= sample.worker != worker
-            slots.running[sample.id] = sample
             yield sample
 
     def held_back(self, worker: str) -> bool:
         """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self.workers[worker].free > 0 and self.queue.sizes[None] > 0
+        return self._free(worker) > 0 and self.queue.sizes[None] > 0
