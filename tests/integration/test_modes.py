@@ -1,7 +1,4 @@
-"""The published modes on the real driver, manager and workers in Ray, over replicas that follow an engine curve.
-
-``tests/e2e/test_modes.py`` trains in these modes, nightly.
-"""
+"""The published modes on the real driver, manager and workers in Ray, over replicas that follow an engine curve."""
 
 import sys
 from collections import Counter

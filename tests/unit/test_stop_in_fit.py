@@ -137,7 +137,8 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
-    trainer.train_dataloader, trainer.train_dataset = SlotLoader(STEPS, 2), object()
+    loader = SlotLoader(STEPS, 2, exhausted=lambda: session.driver.exhausted)
+    trainer.train_dataloader, trainer.train_dataset = loader, object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg = trainer.llm_server_manager = object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
@@ -279,6 +280,17 @@ def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothi
     again = life(*validates, stop_at=("validating", 2))
     assert again.stopped and log_of(again) == [("checkpoint", 2), ("stopped", 2)]
     assert not life(*validates).stopped
+
+
+def test_data_that_dynamic_sampling_has_consumed_ends_the_training_with_a_checkpoint(
+    life, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Rollout, "exhausted", property(lambda self: self.manager.counters.trained_groups == 4))
+    filters = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+    trainer = life(*filters, "trainer.save_freq=5")
+    assert log_of(trainer) == [("checkpoint", 2), ("complete", 2)] and not trainer.stopped
+    assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_2" and logged_steps(tmp_path) == [1, 2]
+    assert f"the data ends after step 2 of {STEPS}" in capsys.readouterr().out
 
 
 def test_full_collections_walk_nothing_that_was_there_before_the_first_step(life, monkeypatch):
