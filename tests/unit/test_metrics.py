@@ -1,20 +1,31 @@
-"""Figures of a round, against rounds small enough to work out by hand."""
+"""Figures of a round, against rounds small enough to work out by hand, and what verl's validation gives a dashboard."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from msgspec import structs
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended
+from recipe.partial_rollout.records.figures import (
+    FIGURES,
+    SECTION,
+    bubble_fraction,
+    bubble_of_ended,
+    overview,
+    p95,
+    running_curve,
+    spread,
+)
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, length_metrics, phase_metrics
+from recipe.partial_rollout.tasks.answers import compute_score
 from recipe.partial_rollout.tools.run_record import dealt
 
 
-def call(start, end, tokens=10):
-    return EngineCall(0, start, end, tokens, 0)
+def call(start, end, tokens=10, *, replica=0, queued_s=0.0):
+    return EngineCall(replica, start, end, tokens, 0, queued_s=queued_s)
 
 
 def group(output, *versions, order=0):
@@ -69,6 +80,32 @@ def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
     assert share((500, 0)) is None
 
 
+def test_request_that_the_engine_queues_takes_no_slot():
+    # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
+    phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
+    assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
+    aborted = call(0, 4, queued_s=9.0, tokens=0)
+    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0 and aborted.tokens_within(0.0, 10.0) == 0.0
+
+
+def test_span_without_length_has_no_bubble():
+    assert bubble_fraction([RolloutPhase(1.0, 1.0, ())], 1) is None
+    assert phase_metrics(RolloutPhase(1.0, 1.0, ()), 1)["rollout/bubble_fraction"] == 0.0
+
+
+def test_curve_has_a_row_for_each_replica():
+    calls = call(-5, 4), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1)
+    curve = running_curve(RolloutPhase(0.0, 10.0, calls), 2)
+    assert curve.times.tolist() == [0, 2, 3, 4, 10]
+    assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+
+
+def test_p95_is_a_value_that_occurs():
+    assert p95([0] * 19 + [7]) == 0 and p95([0] * 18 + [3, 7]) == 3
+    assert p95([4]) == 4
+    assert spread([]) is None and spread([1, 2]).p95 == 2
+
+
 def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
     # One of two slots is busy from 0 to 25, the other from 12 to 18; each call is noted in the phase that saw it end.
     ends = ((), (call(12.0, 18.0),), (call(0.0, 25.0),))
@@ -90,3 +127,49 @@ def test_staleness_counts_from_the_first_generated_token(output):
     assert (record.order, record.epoch) == (7, 1) and record.prompt.startswith("0-")
     assert record.staleness == [0, 2] and record.lengths == [4, 4]
     assert record.off_policy_tokens == 4 and record.tokens == 8
+
+
+# -- a dashboard ---------------------------------------------------------------------------------------------------------
+
+
+KEYS = [f"{SECTION}/{figure}" for figure in FIGURES]
+STEP = {"training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5}
+ROLLOUT = {"rollout/bubble_fraction": 0.2, "rollout/tokens_per_s": 100.0}
+PR_ONLY = {"staleness/mean": 0.7, "staleness/max": 2, "off_policy_token_fraction": 0.3, "length/bias": 0.9}
+
+
+def ours(figures):
+    return {f"partial_rollout/{name}": value for name, value in figures.items()}
+
+
+def test_both_arms_log_the_nine_figures_under_the_same_keys_and_the_share_of_tools_where_there_are_any():
+    nopr = overview(STEP | ours(ROLLOUT), partial=False)
+    pr = overview(STEP | ours(ROLLOUT) | ours(PR_ONLY), partial=True)
+    assert list(nopr) == list(pr) == KEYS
+    assert [[figures[key] for key in KEYS[-4:]] for figures in (nopr, pr)] == [[0, 0, 0, 1], [0.7, 2, 0.3, 0.9]]
+    timers = {"timing_s/agent_loop/tool_calls/mean": 1.0, "timing_s/agent_loop/generate_sequences/mean": 3.0}
+    assert overview(STEP | ours(ROLLOUT) | timers, partial=False) == {**nopr, f"{SECTION}/tool_share": 0.25}
+    # A validation before training has its reward only: the mean of its sets.
+    sets = {"aime24/acc/mean@32": 0.2, "gsm8k/acc/mean@4": 0.8, "gsm8k/acc/best@4/mean": 1.0}
+    validation = {f"val-core/{name}": value for name, value in sets.items()}
+    assert overview(validation, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "truth"),
+    [("openai/gsm8k", ["#### 7"] * 3 + ["#### 3"], "7"), ("math_dapo", ["Answer: 42"] * 3 + ["Answer: 41"], "42")],
+)
+def test_validation_logs_accuracy_best_and_majority_of_the_recipes_reward(source, answers, truth):
+    def validated(answers):
+        """What verl logs of a validation with these answers to one prompt."""
+        results = [compute_score(source, answer, truth) for answer in answers]
+        infos = {"reward": [result["score"] for result in results]}
+        infos |= {key: [result[key] for result in results] for key in results[0]}
+        sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
+        return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+
+    logged, core = validated(answers), f"val-core/{source}/acc"
+    assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
+    assert logged[f"{core}/maj@4/mean"] > 0.75
+    missing = validated([answers[0], "no idea", "none", "hm"])
+    assert missing[f"{core}/maj@4/mean"] < 0.3, "a majority of missing answers is wrong"

@@ -1,4 +1,4 @@
-"""Slots of a replica: its seats, its KV cache, or what the user says; then what the rounds measure."""
+"""What a session works out: slots of a replica (seats, KV cache, what the user says, what rounds measure), its prompts."""
 
 import asyncio
 import math
@@ -8,9 +8,9 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.settings import Deadlines
+from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
 
 
@@ -71,3 +71,25 @@ def test_workers_get_their_part_of_the_slots_that_were_reckoned_anew():
     assert session.slots_of_a_worker(3) == 50, "two replicas with 75 slots, three workers"
     assert session.full_concurrency == 96, "a batch has no more"
     assert asyncio.run(session.engine_metrics()) == {"rollout/slots_per_replica": 75}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "offered"),
+    [([], 15), (["partial_rollout.drain=False"], 20), (["algorithm.filter_groups.enable=True"], 20)],
+)
+def test_prompts_are_offered_for_the_steps_that_train_them_unless_more_are_consumed_or_kept(
+    composed_config, overrides, offered
+):
+    settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
+    session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
+    session.steps = TrainingSteps(per_epoch=10, epochs=2, total=15)
+    assert session.offered == offered
+
+
+@pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])
+def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
+    overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
+    settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
+    session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
+    session.steps, session.control = TrainingSteps(6, 1, 6), [None]
+    assert session.facts("tiny", "fsdp2").overtake == noted
