@@ -13,6 +13,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from recipe.partial_rollout.config.settings import Deadlines
 from recipe.partial_rollout.manager.types import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.training import weight_transfer
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError, transfer_of
@@ -131,8 +132,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
         steps=SimpleNamespace(last=99),
         figures={},
     )
-    pool = SimpleNamespace(ended=lambda: asyncio.sleep(1e6), open_round=nothing)
-    driver = Driver(session, versions, None, pool, None)
+    driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
     manager = RecipeCheckpointManager(verls, deadline_s, driver if pr else None, versions)

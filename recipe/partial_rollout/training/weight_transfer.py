@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -43,8 +42,10 @@ class WeightSyncError(RuntimeError):
     """New weights did not reach the replicas."""
 
 
-class WeightTransfer(ABC):
-    """Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
+class WeightTransfer:
+    """Between trainers and engines that share their devices, and the seam for others.
+
+    Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
     Args:
         verls: the checkpoint manager that verl made.
@@ -59,9 +60,10 @@ class WeightTransfer(ABC):
         """Do all that can be done while the engines decode; returns whether that was anything."""
         return False
 
-    @abstractmethod
     async def load(self, version: int) -> None:
         """Every engine, idle and alive, gets the weights and learns their version."""
+        what = f"weight sync of version {version}"
+        await self._watched(self._sent(version, what), what, self._verls.replicas)
 
     async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
         """Wait for ``part``, which raises if its own side fails, while ``replicas`` are asked for the error of theirs."""
@@ -69,22 +71,19 @@ class WeightTransfer(ABC):
         whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
         await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
 
+    async def _sent(self, version: int, what: str) -> None:
+        trainers: Any = self._verls.actor_wg
+        sending = trainers.update_weights(global_steps=version, mode=self._verls.backend)
+        await _all(sending, f"{what} failed in the trainer")
+
 
 def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
     """The transfer for ``rollout.checkpoint_engine.backend``."""
     if verls.backend == "naive":
-        return DirectTransfer(verls, deadline_s)
+        return WeightTransfer(verls, deadline_s)
     if issubclass(verls.backend_cls, CheckpointEngineWithCache):
         return CachedTransfer(verls, deadline_s)
     return HeldTransfer(verls, deadline_s)
-
-
-class DirectTransfer(WeightTransfer):
-    """Trainer and engines share their devices."""
-
-    async def load(self, version: int) -> None:
-        what = f"weight sync of version {version}"
-        await self._watched(_sent(self._verls, version, what), what, self._verls.replicas)
 
 
 class CachedTransfer(WeightTransfer):
@@ -107,7 +106,7 @@ class CachedTransfer(WeightTransfer):
         # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
-        await self._watched(_sent(self._verls, version, what), what)
+        await self._watched(self._sent(version, what), what)
         return True
 
     async def load(self, version: int) -> None:
@@ -177,11 +176,6 @@ class HeldCheckpointManager(CheckpointEngineManager):
     @auto_await
     async def resume_kv_cache_replicas(self) -> None:
         """It was not released."""
-
-
-async def _sent(verls: CheckpointEngineManager, version: int, what: str) -> None:
-    trainers: Any = verls.actor_wg
-    await _all(trainers.update_weights(global_steps=version, mode=verls.backend), f"{what} failed in the trainer")
 
 
 async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
