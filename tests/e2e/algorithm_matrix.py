@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.preflight.settings_check import check_config
-from recipe.partial_rollout.training import proximal
+from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
@@ -44,14 +44,14 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             config, settings = self.stretches[self.global_steps]
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
-            self.proximal = proximal.ProximalPolicy(config, settings)
+            self.proximal = loss.ProximalPolicy(config, settings)
             self.proximal.from_update = self.global_steps >= FIRST_FROM_UPDATE
             self.send_loss()
         return super()._get_gen_batch(batch)
 
 
 if __name__ == "__main__":
-    proximal.CHECK_EVERY = CHECK_EVERY
+    loss.CHECK_EVERY = CHECK_EVERY
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     stretches = {1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}") for i, name in enumerate(ALGORITHMS)}
     MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, "algorithm=grpo")}

@@ -1,4 +1,4 @@
-"""The actor workers' loss under partial rollout: decoupled PPO inside a trust region at the behaviour policy.
+"""The actor workers' loss under partial rollout, decoupled PPO inside a trust region, and what the trainer tells it.
 
 Decoupled PPO is AReaL's equation 5 (arXiv:2505.24298), which is verl's ``vanilla`` loss times behaviour weights. For every
 generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
@@ -9,8 +9,15 @@ generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``:
 number caps, ``lower_upper`` zeroes what is outside). verl's other losses take the same weights.
 
 ``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if its
-``UpdateOrder`` says so (``training/proximal.py``), masks what is outside the trust region, then calls verl's ``ppo_loss``.
-Where weights are asked for and there are none it raises: it never trains uncorrected.
+``UpdateOrder`` says so, masks what is outside the trust region, then calls verl's ``ppo_loss``. Where weights are asked for
+and there are none it raises: it never trains uncorrected.
+
+**The proximal policy.** Where a batch is trained in one update, the update's forward pass runs on the weights before it:
+the loss has the log-probs of ``pi_prox``, and verl's pass over the batch computes them a second time. That pass is left
+out if nothing else needs it, except in step 1 and every ``CHECK_EVERY``-th after it: these log what only the pass gives,
+and the difference that it makes, ``proximal/error``. In a step without the pass verl's ``fit`` gets the behaviour
+log-probs in place of the proximal ones. Metrics that it derives from them are left out; the loss gives those that the
+recipe reads, under verl's names. The entropy, another run over the logits, is among them only where it is in the loss.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
 region does. With the advantage ``A`` and the bounds ``low`` and ``high``, a token is outside if ``rho > 1 + high`` and
@@ -30,8 +37,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+import verl.utils.torch_functional as verl_F
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
@@ -57,6 +66,13 @@ NO_DUAL_CLIP = 1e9
 """``clip_ratio_c`` that bounds nothing: ratios reach e^20, where verl clamps them"""
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
 """tensors [B, R] that the loss reads; without the weights where it makes them, or there are none"""
+
+
+CHECK_EVERY = 10
+"""steps between two that run the pass over the batch all the same"""
+_READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
+_DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +259,9 @@ class BehaviourRegion:
         """
         delta = (current - behaviour).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         if self.per_sequence:
-            delta, advantages = (_sequence_mean(each, mask).expand_as(each) for each in (delta, advantages))
+            delta, advantages = (
+                verl_F.masked_mean(each, mask > 0, axis=-1)[:, None].expand_as(each) for each in (delta, advantages)
+            )
         ratio = delta.exp()
         return (mask > 0) & ((ratio > 1 + self.high) & (advantages > 0) | (ratio < 1 - self.low) & (advantages < 0))
 
@@ -269,12 +287,6 @@ def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Ten
     }
 
 
-def _sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, 1], the mean over each sequence's generated tokens, 0 where there are none."""
-    generated = (mask > 0).to(values.dtype)
-    return (values * generated).sum(-1, keepdim=True) / generated.sum(-1, keepdim=True).clamp(min=1)
-
-
 def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
     """[B, R] bool, tokens that the weights ``version`` sampled in samples begun by older weights.
 
@@ -283,3 +295,80 @@ def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
     """
     older = ((versions >= 0) & (versions < version)).any(dim=1, keepdim=True)
     return (versions == version) & older
+
+
+# -- the trainer's side ------------------------------------------------------------------------------------------------
+
+
+def needs_pass(config: DictConfig) -> bool:
+    """Whether a composed config needs verl's pass over the batch, because the update's own does not do.
+
+    Later updates of a batch start from other weights. Rejection, the KL penalty on rewards and some estimators read the
+    log-probs; normalised weights are those of the whole batch, of which the loss sees one micro-batch; LoRA's dropout
+    would be in the update's.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    return bool(
+        actor.ppo_epochs != 1
+        or actor.ppo_mini_batch_size < config.data.train_batch_size
+        or correction.rollout_rs is not None
+        or correction.rollout_is_batch_normalize
+        or algorithm.use_kl_in_reward
+        or algorithm.adv_estimator in _READS_OLD_LOG_PROBS
+        or OmegaConf.select(config, "actor_rollout_ref.model.lora.dropout")
+    )
+
+
+class ProximalPolicy:
+    """Decides where a step's proximal log-probs come from.
+
+    Args:
+        config: of the run; checked, or one of noPR.
+    """
+
+    def __init__(self, config: DictConfig, settings: PartialRolloutConfig) -> None:
+        self.from_update = settings.enable and not needs_pass(config)
+        """whether the update's forward pass gives them"""
+        self._correction = config.algorithm.rollout_correction
+
+    def recomputes(self, step: int) -> bool:
+        """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""
+        return not self.from_update or (step - 1) % CHECK_EVERY == 0
+
+    def stand_in(self, batch: DataProto) -> DataProto:
+        """Stands in for recomputed log-probs (and entropies) [B, R] in verl's ``fit``, in a step without the pass.
+
+        ``batch`` is without ``rollout_log_probs`` until its update: verl would compare the two, which are the same, on the
+        driver (half a second of a step with 256 responses of up to 8,192 tokens).
+        """
+        behaviour = batch.batch.pop("rollout_log_probs")
+        return DataProto.from_single_dict({"old_log_probs": behaviour, "entropys": torch.zeros_like(behaviour)})
+
+    def instruct(self, info: dict[str, Any], step: int) -> None:
+        """Tell the loss what to do, in ``info``, the non-tensor data of a batch."""
+        check = self.recomputes(step)
+        info[ORDER] = UpdateOrder(
+            version=step - 1,
+            from_update=self.from_update,
+            check=check,
+            level=self._correction.rollout_is,
+            threshold=self._correction.rollout_is_threshold,
+        )
+
+    def metrics(self, data: dict[str, Any], step: int) -> dict[str, Any]:
+        """``data`` of step ``step`` without metrics of the stand-in; the loss's have the names by which they are logged."""
+        drop = not self.recomputes(step)
+        logged = {
+            key.removeprefix(REPORTED_AS): value
+            for key, value in data.items()
+            if not (drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)))
+        }
+        if (square := logged.pop(WEIGHT_SQUARE, None)) is not None:
+            # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.
+            share = min(1.0, logged[WEIGHT_MEAN] ** 2 / square) if square > 0 else 0.0
+            logged["rollout_corr/rollout_is_eff_sample_size"] = share
+        gap, share = logged.pop(KV_GAP, 0.0), logged.pop(KV_GAP_SHARE, 0.0)
+        if share:
+            logged["partial_rollout/mismatch/kv_gap_mean"] = gap / share
+        return logged

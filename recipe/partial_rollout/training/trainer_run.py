@@ -28,7 +28,6 @@ from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.proximal import ProximalPolicy
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run
@@ -59,7 +58,7 @@ class TrainerRun:
 
     def __init__(self, config: Any, *args: Any, session: RunSession, nodes: ClusterNodes, **kwargs: Any) -> None:
         self.session, self.nodes = session, nodes
-        self.proximal = ProximalPolicy(config, self.settings)
+        self.proximal = loss.ProximalPolicy(config, self.settings)
         self._phase_started: float | None = None
         replica.register()
         claim_retention(config.trainer, critic=need_critic(config))
