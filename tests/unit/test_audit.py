@@ -262,17 +262,6 @@ def test_killed_and_resumed_run_passes(tmp_path):
     assert (result.resumes, result.kills) == (1, 1)
 
 
-def test_a_resume_from_an_abandoned_branch_counts_that_branch(tmp_path):
-    """The second life resumes step 1 and dies in step 2; the third resumes the first life's step 2."""
-    first = Life(tmp_path)
-    first.step(1)
-    first.step(2)
-    Life(tmp_path, resumed=1).step(2, saves=False)
-    Life(tmp_path, resumed=2).finish(3)
-    result, _ = audit(tmp_path)
-    assert result.violations == [] and [entry.step for entry in result.entries] == [1, 2, 3] and result.undone == 2
-
-
 # -- lines that are torn or wrong --------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from recipe.partial_rollout.records.figures import (
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
 from recipe.partial_rollout.rollout.step_book import batch_metrics, length_metrics, phase_metrics
 from recipe.partial_rollout.tasks.answers import compute_score
-from recipe.partial_rollout.tools.run_record import dealt
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 
 def call(start, end, tokens=10, *, replica=0, queued_s=0.0):
@@ -113,7 +113,9 @@ def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
     noted = [phase_metrics(phase, 2, goes_on=True)["rollout/bubble_fraction"] for phase in phases]
     assert noted == [1.0, pytest.approx(0.7), 0.0]
     # The last call hides what was empty in its own phase: the share is never below 0.
-    assert bubble_fraction(dealt(phases), full=2) == pytest.approx(1 - 31 / 60)
+    calls = CallColumns.joined(ends)
+    parts = [structs.replace(phase, calls=calls.within(phase.start, phase.end)) for phase in phases]
+    assert bubble_fraction(parts, full=2) == pytest.approx(1 - 31 / 60)
     assert bubble_of_ended(RolloutPhase(0.0, 20.0, (call(0.0, 30.0),)), full=2) == pytest.approx(0.25)
 
 

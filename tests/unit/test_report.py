@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
-from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase
+from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
@@ -18,8 +18,7 @@ from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, covered, lanes_of
 from recipe.partial_rollout.tools.report.panels import Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
-from recipe.partial_rollout.tools.report.timeline import CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS, _cut, close_up
-from recipe.partial_rollout.tools.run_record import dealt, load_run
+from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
@@ -222,17 +221,6 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr_under_names_t
     assert "0.75 of its step time" in capsys.readouterr().out
 
 
-def test_long_runs_get_a_close_up_of_the_middle(tmp_path, run):
-    rounds = default_rounds(steps=CLOSE_UP_ABOVE + 2)
-    close = close_up(compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds}))
-    assert [(len(side.run.rounds), side.run.rounds[0].step) for side in close.sides] == [(CLOSE_UP_ROUNDS, 12)] * 2
-    assert close_up(compared(tmp_path / "short")) is None
-    # Calls that go on are cut where the last round of the close-up ends.
-    separate = _cut(compare([run]).base, slice(0, 2)).run
-    assert sum(call.tokens for round_ in separate.rounds for call in round_.phase.calls) == 100 + 100 + 120 + 90
-    assert separate.end - ZERO == 22
-
-
 def test_unequal_work_is_flagged_in_words(tmp_path):
     rounds = default_rounds()
     rounds[1]["trained"] = [build_group(0, [100, 100])]
@@ -247,7 +235,7 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
         "1 prompts only PR trained, e.g. '0' of epoch 0; "
         "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times"
     )
-    assert "**The work differs: " in report_markdown(comparison, ["timeline.png"]).splitlines()[2]
+    assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 
 
 def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp_path):
@@ -326,22 +314,14 @@ def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
 
 
 @given(st.lists(st.tuples(MOMENTS, MOMENTS.filter(bool), st.integers(0, 99)), max_size=12))
-def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_noted(spans):
-    calls = [
-        EngineCall(0, float(start), float(start + length), tokens, 0, resumed_tokens=7, interrupted=True)
-        for start, length, tokens in spans
-    ]
-    phases = [RolloutPhase(a, a + 20.0, ()) for a in (0.0, 20.0, 40.0)]
-    late = [structs.replace(phase, calls=tuple(calls) if at == 2 else ()) for at, phase in enumerate(phases)]
-    parts = dealt(late)
-    assert sum(phase.decoded_tokens for phase in parts) == sum(call.tokens for call in calls)
-    for phase in parts:
-        assert all(phase.start <= call.start <= call.end <= phase.end for call in phase.calls)
-    # One part has the call's prefill, its first, and one its interruption, the last.
-    for name, count in (("resumed_tokens", 7 * len(calls)), ("interrupted", len(calls))):
-        assert sum(getattr(call, name) for phase in parts for call in phase.calls) == count
-    ran = sum(call.end - call.start for phase in parts for call in phase.calls)
+def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_cut(spans):
+    calls = [EngineCall(0, float(start), float(start + length), tokens, 0) for start, length, tokens in spans]
+    parts = [CallColumns(calls).within(a, a + 20.0) for a in (0.0, 20.0, 40.0)]
+    assert sum(call.tokens for part in parts for call in part) == sum(call.tokens for call in calls)
+    ran = sum(call.end - call.start for part in parts for call in part)
     assert ran == pytest.approx(sum(call.end - call.start for call in calls))
+    for at, part in enumerate(parts):
+        assert all(20 * at <= call.start <= call.end <= 20 * (at + 1) for call in part)
 
 
 @given(SPANS)

@@ -156,12 +156,12 @@ class Audit:
         for event in chain([first], events):
             self._book(event)
             lineage.take(event)
-        self.entries = list(lineage.standing())
+        self.entries = lineage.standing()
         """of the rounds that count"""
         self.admitted, self.trained, self.filtered = (
             Prompts(self.entries, kind) for kind in ("admitted", "trained", "filtered")
         )
-        self.undone = sum(len(entry.trained) for entry in lineage.all()) - len(self.trained.all)
+        self.undone = sum(len(entry.trained) for entry in lineage.undone)
         """trained groups that resumes have undone"""
         self._consumed = np.union1d(self.trained.once, self.filtered.once)
         self._judge()

@@ -7,14 +7,11 @@ left out.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from msgspec import Struct, structs
 
 from recipe.partial_rollout.records.run_log import METRICS, Ended, Phase, RolloutPhase, Round, RunSettings, TrainedGroup
@@ -63,7 +60,7 @@ class Step:
     round: Round
     metrics: dict[str, float] = field(repr=False)
     decoding: RolloutPhase = field(repr=False)
-    """What the engines ran in the span of its round."""
+    """What the engines ran in the span of its round; under separate placement calls of other rounds too."""
 
     @property
     def number(self) -> int:
@@ -132,52 +129,6 @@ class RunRecord:
         return [group for step in self.steps for group in step.round.trained]
 
 
-def dealt(phases: Sequence[RolloutPhase]) -> list[RolloutPhase]:
-    """The same spans, each with the parts of all calls that ran in it.
-
-    A call that crosses an end is cut there, its tokens shared by time; what ran outside of all spans is left out. Only the
-    last part of an interrupted call is interrupted, only the first waited and read tokens again; no part queues.
-
-    Args:
-        phases: by start; they do not overlap.
-
-    >>> from recipe.partial_rollout.records.run_log import EngineCall
-    >>> long = EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)
-    >>> first, second = dealt([RolloutPhase(0.0, 10.0, ()), RolloutPhase(10.0, 20.0, (long,))])
-    >>> [(call.start, call.end, call.tokens) for call in (*first.calls, *second.calls)]
-    [(2.0, 10.0, 80), (10.0, 12.0, 20)]
-    """
-    calls = CallColumns.joined(phase.calls for phase in phases)
-    starts, ends = np.array([(phase.start, phase.end) for phase in phases]).T
-    begun, ended = calls.column("busy_from"), calls.column("end")
-    # The phases that each call may touch, first to last, and a row for each pair of the two.
-    first = np.maximum(np.searchsorted(starts, begun, "right") - 1, 0)
-    count = np.maximum(np.searchsorted(starts, ended, "right") - first, 0)
-    call = np.repeat(np.arange(len(calls)), count)
-    phase = first[call] + np.arange(len(call)) - np.repeat(np.cumsum(count) - count, count)
-    start, end = np.maximum(begun[call], starts[phase]), np.minimum(ended[call], ends[phase])
-    instant = (begun == ended)[call] & (begun[call] == start)
-    ran = (end > start) | instant
-    call, phase, start, end, instant = (each[ran] for each in (call, phase, start, end, instant))
-
-    def made(moment: np.ndarray) -> np.ndarray:
-        # Rounded at the cuts, so that the parts of a call add up to it.
-        seconds = np.where(instant, 1.0, (ended - begun)[call])
-        return np.rint(calls.column("tokens")[call] * ((moment - begun[call]) / seconds))
-
-    parts = calls.table[call]
-    opens, closes = start == begun[call], end == ended[call]
-    parts["waited_s"] = np.where(opens, parts["waited_s"] + parts["queued_s"], 0.0)
-    parts["tokens"] = np.where(instant, parts["tokens"], made(end) - made(start))
-    parts["start"], parts["end"], parts["queued_s"] = start, end, 0.0
-    parts["interrupted"] &= closes
-    for name in ("resumed_tokens", "earlier_tokens"):
-        parts[name] *= opens
-    order = np.argsort(phase, kind="stable")
-    tables = np.split(parts[order], np.searchsorted(phase[order], np.arange(1, len(phases))))
-    return [structs.replace(each, calls=CallColumns.of(part)) for each, part in zip(phases, tables, strict=True)]
-
-
 def load_run(directory: Path) -> RunRecord:
     """The run in ``directory``.
 
@@ -202,16 +153,15 @@ def load_run(directory: Path) -> RunRecord:
             case Phase():
                 phases.append(event)
     assert settings, "the first event that a log has"
-    standing = list(rounds.standing())
-    if undone := Counter(round_.step for round_ in rounds.all()) - Counter(round_.step for round_ in standing):
+    if undone := {round_.step for round_ in rounds.undone}:
         warnings.append(
-            f"{directory}: steps {_ranges({*undone})} were begun again (a resumed run); the last attempt counts"
+            f"{directory}: steps {_ranges(undone)} were begun again (a resumed run); the last attempt counts"
         )
     # Later lines override earlier ones, as a step may be validated again by a resumed run.
     metrics: dict[int, dict[str, float]] = {}
     for line in read_metrics(directory / METRICS, warnings):
         metrics.setdefault(line.step, {}).update(line.values)
-    steps = _join(directory, standing, metrics, warnings, separate=settings.separate)
+    steps = _join(directory, rounds.standing(), metrics, warnings, separate=settings.separate)
     timer, traced = sum(step.seconds("gen") for step in steps), sum(step.round.phase.seconds for step in steps)
     # With separate placement verl's timer is the trainer's wait, and the rounds cover the run.
     if not settings.separate and abs(timer - traced) > CLOCK_TOLERANCE * max(timer, traced):
@@ -242,8 +192,10 @@ def _join(
     if untraced := timed - traced:
         warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in run.jsonl; left out")
     phases = [round_.phase for round_ in counted]
-    decoding = dealt(phases) if separate else phases
-    return [Step(each, metrics[each.step], phase) for each, phase in zip(counted, decoding, strict=True)]
+    if separate:
+        calls = CallColumns.joined(phase.calls for phase in phases)
+        phases = [structs.replace(each, calls=calls.within(each.start, each.end)) for each in phases]
+    return [Step(each, metrics[each.step], phase) for each, phase in zip(counted, phases, strict=True)]
 
 
 def _ranges(numbers: set[int]) -> str:

@@ -26,6 +26,8 @@ _KINDS = {
     "waited_s": "f8",
 }
 """numpy's kind of each field"""
+_TINY_S = 1e-9
+"""least duration of a call"""
 
 
 class CallColumns(Collection[EngineCall]):
@@ -80,6 +82,24 @@ class CallColumns(Collection[EngineCall]):
         gap = (sample[left] == sample[back]) & (sample[left] >= 0) & (asked[back] > end[left])
         left, back = (each[gap & ~self.column("interrupted")[left]] for each in (left, back))
         return left, end[left], asked[back]
+
+    def within(self, start: float, end: float) -> CallColumns:
+        """The parts of the calls that ran between ``start`` and ``end`` (unix seconds); no part queues.
+
+        Tokens are shared by time and rounded at the cuts, so those of parts that touch add up to the call's.
+
+        >>> calls = CallColumns([EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)])
+        >>> [(call.start, call.end, call.tokens) for span in ((0, 10), (10, 20)) for call in calls.within(*span)]
+        [(2.0, 10.0, 80), (10.0, 12.0, 20)]
+        """
+        begun, ended = self.column("busy_from"), self.column("end")
+        inside = (begun < end) & ((ended > start) | (begun >= start))
+        begun, ended, table = begun[inside], ended[inside], self.table[inside]
+        seconds = np.maximum(ended - begun, _TINY_S)
+        before, after = (np.rint(table["tokens"] * np.clip((at - begun) / seconds, 0.0, 1.0)) for at in (start, end))
+        table["tokens"], table["queued_s"] = after - before, 0.0
+        table["start"], table["end"] = np.maximum(begun, start), np.minimum(ended, end)
+        return CallColumns.of(table)
 
     def __len__(self) -> int:
         return len(self.table)

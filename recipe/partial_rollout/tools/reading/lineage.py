@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from recipe.partial_rollout.records.run_log import Checkpoint, Event, Round, RunSettings
+from recipe.partial_rollout.records.run_log import Event, Round, RunSettings
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Life(Generic[T]):
-    """One process of the run."""
-
-    parent: _Life[T] | None
-    """the process whose checkpoint it continues"""
-    step: int
-    """of that checkpoint"""
-    rounds: list[tuple[int, T]] = field(default_factory=list)
-    """step, and what is kept of it"""
-
-
 class Lineage(Generic[T]):
-    """What is kept of the rounds of a run, by process. Those count that lead to its end, from checkpoint to checkpoint.
+    """What is kept of the rounds of a run.
 
-    A process that resumes undoes what is beyond its checkpoint, once it has a round itself. Here rounds 1 to 3 of the first
-    process count and 4 of the third; each step had a checkpoint::
+    A process that resumes undoes what is beyond its checkpoint. Where that was set aside, the process has the log that lay
+    beside it (``RunSession.begin``), so none begins beyond the rounds that stand. Here 1 of the first process counts, and 2
+    and 3 of the second::
 
-        first   1  2  3
-        second     2        resumed from step 1
-        third            4  resumed from step 3
+        first   1  2
+        second     2  3     resumed from step 1
 
     Args:
         keep: what to keep of a round.
@@ -39,36 +26,19 @@ class Lineage(Generic[T]):
 
     def __init__(self, keep: Callable[[Round], T]) -> None:
         self._keep = keep
-        self._lives: list[_Life[T]] = []
-        self._saved: dict[int, _Life[T]] = {}
-        """by step: the process that saved its checkpoint last"""
+        self._standing: list[tuple[int, T]] = []
+        """step, and what is kept of it"""
+        self.undone: list[T] = []
 
     def take(self, event: Event) -> None:
         """Take the next event of the run."""
         match event:
-            case RunSettings(resumed=step):
-                parent = self._saved.get(step) or self._last_with(step) if self._lives else None
-                self._lives.append(_Life(parent, step))
-            case Round():
-                self._lives[-1].rounds.append((event.step, self._keep(event)))
-            case Checkpoint(step):
-                self._saved[step] = self._lives[-1]
+            case RunSettings(resumed=last):
+                self.undone += [kept for step, kept in self._standing if step > last]
+                self._standing = [(step, kept) for step, kept in self._standing if step <= last]
+            case Round(step=step):
+                self._standing.append((step, self._keep(event)))
 
-    def _last_with(self, step: int) -> _Life[T]:
-        """The last process that has a round of ``step``: who saved its checkpoint where nobody noted that."""
-        lives = reversed(self._lives)
-        return next((life for life in lives if any(at == step for at, _ in life.rounds)), self._lives[-1])
-
-    def all(self) -> Iterator[T]:
-        """What is kept of every round, in their order."""
-        return (kept for life in self._lives for _, kept in life.rounds)
-
-    def standing(self) -> Iterator[T]:
+    def standing(self) -> list[T]:
         """Of those that count, in order."""
-        kept: list[list[T]] = []
-        life, limit = next((life for life in reversed(self._lives) if life.rounds), None), None
-        while life is not None:
-            kept.append([each for step, each in life.rounds if limit is None or step <= limit])
-            limit = life.step if limit is None else min(limit, life.step)
-            life = life.parent
-        return (each for rounds in reversed(kept) for each in rounds)
+        return [kept for _, kept in self._standing]

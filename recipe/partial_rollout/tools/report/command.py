@@ -15,7 +15,7 @@ from recipe.partial_rollout.tools.report.findings import cautions, findings, hea
 from recipe.partial_rollout.tools.report.page import page
 from recipe.partial_rollout.tools.report.panels import draw_panels
 from recipe.partial_rollout.tools.report.table import report_console, report_markdown
-from recipe.partial_rollout.tools.report.timeline import close_up, draw_timeline
+from recipe.partial_rollout.tools.report.timeline import draw_timeline
 from recipe.partial_rollout.tools.run_record import load_run
 
 BAD_INPUT = 2
@@ -68,8 +68,10 @@ def _save(comparison: Comparison, out: Path) -> list[str]:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = _draw(comparison, out)
-        (out / "report.md").write_text(report_markdown(comparison, pictures), encoding="utf-8")
+        title = "\n".join(headline(comparison))
+        draw_timeline(comparison, title, out / "timeline.png")
+        draw_panels(comparison, title, out / "report.png")
+        (out / "report.md").write_text(report_markdown(comparison), encoding="utf-8")
         content = {"cautions": cautions(comparison), "findings": findings(comparison), **as_json(comparison)}
         (out / "report.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n", encoding="utf-8")
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} by python -m recipe.partial_rollout.tools report."
@@ -77,15 +79,4 @@ def _save(comparison: Comparison, out: Path) -> list[str]:
         (out / "report.html").write_text(whole, encoding="utf-8")
     except OSError as error:
         raise RunRecordError(f"{out}: the report cannot be written ({error.strerror}); give another --out") from error
-    return ["report.html", "report.md", "report.json", *pictures]
-
-
-def _draw(comparison: Comparison, out: Path) -> list[str]:
-    title = "\n".join(headline(comparison))
-    draw_timeline(comparison, title, out / "timeline.png")
-    draw_panels(comparison, title, out / "report.png")
-    if (close := close_up(comparison)) is None:
-        return ["timeline.png", "report.png"]
-    rounds = close.base.run.rounds
-    draw_timeline(close, f"Close up: rounds {rounds[0].step} to {rounds[-1].step}", out / "timeline_close.png")
-    return ["timeline.png", "timeline_close.png", "report.png"]
+    return ["report.html", "report.md", "report.json", "timeline.png", "report.png"]

@@ -64,20 +64,15 @@ RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
 """Columns of the table of runs: what each is called, its cell, and what it is."""
 
 
-def report_markdown(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """`pictures` are file names beside the report, the first stands above the tables."""
+def report_markdown(comparison: Comparison) -> str:
+    """With the two pictures beside it, one above the tables and one below."""
     compared = "one run" if not comparison.others else f"{len(comparison.sides)} runs compared"
     parts = [f"# Partial rollout: {compared}", *(f"**{caution}.**" for caution in cautions(comparison))]
-    parts += [*findings(comparison), _picture(pictures[0])]
+    parts += [*findings(comparison), "![timeline](timeline.png)"]
     parts += [table.markdown() for table in tables(comparison)]
     if comparison.warnings:
         parts.append("## Warnings\n\n" + "\n".join(f"- {warning}" for warning in comparison.warnings))
-    parts += [_picture(name) for name in pictures[1:]]
-    return "\n\n".join(parts) + "\n"
-
-
-def _picture(name: str) -> str:
-    return f"![{name.removesuffix('.png')}]({name})"
+    return "\n\n".join([*parts, "![report](report.png)"]) + "\n"
 
 
 def report_console(comparison: Comparison) -> str:

@@ -1,9 +1,5 @@
-"""`timeline.png`: what every replica ran at each moment, one run below the other on one time axis.
+"""`timeline.png`: what every replica ran at each moment, one run below the other on one time axis."""
 
-Where a run has too many rounds to see each, `timeline_close.png` shows some from the middle.
-"""
-
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
-from msgspec import structs
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
 from recipe.partial_rollout.records.run_log import PhaseName
@@ -30,7 +25,7 @@ from recipe.partial_rollout.tools.report.picture import (
     VALIDATE_COLOUR,
     hue,
 )
-from recipe.partial_rollout.tools.report.summary import ratio, summarize
+from recipe.partial_rollout.tools.report.summary import ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
@@ -38,8 +33,6 @@ PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 LEAST_PIXELS = 1.0
 """A hold is drawn at least this wide."""
 MAX_ROUND_LABELS, MAX_SHADES = 26, 6
-CLOSE_UP_ABOVE, CLOSE_UP_ROUNDS = 30, 10
-"""A run of more than 30 rounds gets a close-up of 10."""
 
 Span = tuple[float, float]
 """Start and length, in seconds from the first round's start."""
@@ -72,31 +65,6 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=14, fontweight="bold")
     _draw_legend(figure)
     figure.savefig(path)
-
-
-def close_up(comparison: Comparison) -> Comparison | None:
-    """The same comparison with a few rounds from the middle of every run; None where the runs are short."""
-    rounds = min(len(side.run.rounds) for side in comparison.sides)
-    if rounds <= CLOSE_UP_ABOVE:
-        return None
-    first = (rounds - CLOSE_UP_ROUNDS) // 2
-    middle = slice(first, first + CLOSE_UP_ROUNDS)
-    others = tuple(dataclasses.replace(contrast, side=_cut(contrast.side, middle)) for contrast in comparison.others)
-    return dataclasses.replace(comparison, base=_cut(comparison.base, middle), others=others)
-
-
-def _cut(side: Side, rounds: slice) -> Side:
-    run = _cut_separate(side.run, rounds) if side.run.settings.separate else side.run
-    run = dataclasses.replace(run, steps=run.steps[rounds])
-    return Side(side.name, run, summarize(run))
-
-
-def _cut_separate(run: RunRecord, rounds: slice) -> RunRecord:
-    """The run with calls and phases cut where `rounds` end: neither stops there by itself."""
-    steps = [dataclasses.replace(step, round=structs.replace(step.round, phase=step.decoding)) for step in run.steps]
-    end = run.rounds[rounds][-1].phase.end
-    phases = [structs.replace(phase, end=min(phase.end, end)) for phase in run.phases if phase.start < end]
-    return dataclasses.replace(run, steps=steps, phases=phases)
 
 
 def _draw_side(axes: Axes, side: Side, colour: str) -> None:
