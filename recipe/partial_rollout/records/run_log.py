@@ -38,8 +38,8 @@ class EngineCall(Struct, frozen=True, array_like=True, gc=False):
     """One request to a replica, as its client saw it; in ``run.jsonl`` a list of the fields in their order.
 
     >>> call = EngineCall("10.0.0.1:8000", start=0.0, end=10.0, tokens=40, version=3, queued_s=2.0)
-    >>> call.busy_from, call.tokens_within(0.0, 6.0)
-    (2.0, 20.0)
+    >>> call.busy_from
+    2.0
     """
 
     replica: str | int
@@ -70,11 +70,6 @@ class EngineCall(Struct, frozen=True, array_like=True, gc=False):
     def busy_from(self) -> float:
         """When it began to run in its engine (unix seconds); while it queues it makes no token and its slot is empty."""
         return min(self.start + self.queued_s, self.end)
-
-    def tokens_within(self, start: float, end: float) -> float:
-        """Tokens made between ``start`` and ``end`` (unix seconds), assuming that it made them evenly once it ran."""
-        inside = min(self.end, end) - max(self.busy_from, start)
-        return self.tokens * max(0.0, inside) / (self.end - self.busy_from) if self.end > self.busy_from else 0.0
 
 
 class RolloutPhase(Struct, frozen=True):
