@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
-from recipe.partial_rollout.manager.codec import encode, restore
+from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
 from tests.bench.manager import manager_of
@@ -56,7 +56,7 @@ def _fill(groups: int, tokens: int) -> PromptsManager:
 def _measure(manager: PromptsManager, groups: int, path: Path) -> dict[str, float]:
     """Seconds; in those of the capture the manager answers nobody."""
     began = time.perf_counter()
-    captured = manager.capture()
+    captured = capture(manager)
     blocked = time.perf_counter()
     state = encode(captured, dict)
     encoded = time.perf_counter()

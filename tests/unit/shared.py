@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
-from recipe.partial_rollout.manager.codec import encode
+from recipe.partial_rollout.manager.codec import capture, encode
 from recipe.partial_rollout.manager.types import Progress, SampleOutput
 
 
@@ -28,7 +28,7 @@ class InProcess:
 
 def state_of(manager):
     """What a checkpoint would hold of a ``PromptsManager`` that keeps its outputs itself."""
-    return encode(manager.capture(), dict)
+    return encode(capture(manager), dict)
 
 
 def tokens_in(manager):
@@ -140,7 +140,7 @@ def tool_schema(name):
 
 def begin(manager):
     """The version after the last batch."""
-    return manager.begin_version(manager.version + manager._batch_taken)
+    return manager.begin_version(manager.version + manager.batch_taken)
 
 
 def output_of(segments, tools=(), reward=0.0):

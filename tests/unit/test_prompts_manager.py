@@ -3,7 +3,7 @@
 import pytest
 
 from recipe.partial_rollout.config.settings import Mode, SchedulingPolicy
-from recipe.partial_rollout.manager.codec import restore
+from recipe.partial_rollout.manager.codec import capture, restore
 from recipe.partial_rollout.manager.types import Progress
 from tests.unit.shared import begin, state_of
 
@@ -212,7 +212,7 @@ def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(ma
 
 def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     m, sample_id = one_running(manager)
-    captured = m.capture()
+    captured = capture(m)
     m.add(Progress(sample_id, [segment(5)]))
     m.add(Progress(sample_id, tool_results=[{}]))
     assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]

@@ -4,13 +4,13 @@ import asyncio
 import subprocess
 from argparse import Namespace
 from dataclasses import fields
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import _end_processes, leave_headroom
+from recipe.partial_rollout.engine.replica import _end_processes
 
 
 @pytest.mark.parametrize(("said", "blocks", "tokens"), [(768, 100, 1536), (None, 100, 1600), (None, None, None)])
@@ -20,18 +20,17 @@ def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(said, block
     assert replica.kv_tokens_of(config) == tokens
 
 
-def test_headroom_is_vllms_watermark_unless_the_user_has_set_it_or_vllm_has_none(monkeypatch):
+def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert {field.name: field.default for field in fields(AsyncEngineArgs)}["watermark"] == 0.0
-    warning = MagicMock()
-    monkeypatch.setattr(replica.logger, "warning", warning)
-    ours, users, without = Namespace(watermark=0.0), Namespace(watermark=0.2), Namespace()
-    leave_headroom(without, 0.0)
-    for args in (ours, users, without):
-        leave_headroom(args, 0.05)
-    assert (ours.watermark, users.watermark, vars(without)) == (0.05, 0.2, {})
-    warning.assert_called_once_with("no KV blocks are kept free (%g of them): this vLLM has no watermark option", 0.05)
+    monkeypatch.setattr(replica.vLLMHttpServer, "run_server", AsyncMock())
+    server = object.__new__(replica.RecipeVLLMServer)
+    server.config, server.replica_rank, server.engine = Namespace(custom={"kv_headroom": 0.05}), 1, None
+    ours, users = (Namespace(watermark=share, scheduler_cls=None) for share in (0.0, 0.2))
+    for args in (ours, users):
+        asyncio.run(server.run_server(args))
+    assert (ours.watermark, users.watermark) == (0.05, 0.2)
 
 
 def test_only_the_processes_that_a_killed_server_left_behind_are_ended():

@@ -4,7 +4,7 @@ import weakref
 
 from recipe.partial_rollout.checkpoint.plain_state import pack
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.codec import encode, restore
+from recipe.partial_rollout.manager.codec import capture, encode, restore
 from tests.unit.shared import InProcess, begin, tokens_in
 
 
@@ -45,7 +45,7 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
         m = manager(prompts=4, put=store.put)
         finish_some(m, output, 5)
         assert held_by(m) == ["0/2#0"], "those of groups that are ready are in the store"
-        state = encode(m.capture(), store.fetch)
+        state = encode(capture(m), store.fetch)
         packed.append(pack(state))
         resumed = manager(prompts=0, put=store.put)
         restore(resumed, state)

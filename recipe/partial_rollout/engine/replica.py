@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -32,8 +31,6 @@ from verl_ext.vllm_plugin import preemptions_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger(__name__)
 
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
@@ -69,9 +66,9 @@ class RecipeVLLMServer(vLLMHttpServer):
         return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """As verl's; the first replica says what vLLM has chosen."""
-        leave_headroom(args, (self.config.custom or {}).get("kv_headroom", 0.0))
-        # A scheduler of the user's stays.
+        """As verl's, with KV blocks kept free for samples that run; the first replica says what vLLM has chosen."""
+        # What the user has set stays.
+        args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
         args.scheduler_cls = args.scheduler_cls or PIECEWISE
         await super().run_server(args)
         if self.replica_rank == 0:
@@ -198,19 +195,6 @@ def chosen_by(vllm_config: VllmConfig) -> str:
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     scheduler = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     return f"model runner {runner}, {scheduler} scheduling"
-
-
-def leave_headroom(args: argparse.Namespace, share: float) -> None:
-    """Have the engine keep ``share`` of its KV blocks free when it starts a sample, unless the user set a value.
-
-    If this vLLM lacks the option (``watermark``), a warning says so.
-    """
-    if not share:
-        return
-    if not hasattr(args, "watermark"):
-        logger.warning("no KV blocks are kept free (%g of them): this vLLM has no watermark option", share)
-    elif not args.watermark:
-        args.watermark = share
 
 
 class RecipeVLLMReplica(vLLMReplica):

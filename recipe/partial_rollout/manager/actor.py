@@ -26,7 +26,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager import garbage
-from recipe.partial_rollout.manager.codec import encode, restore
+from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import (
@@ -272,7 +272,7 @@ class ManagerActor:
             UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
-        captured = self._manager.capture()
+        captured = capture(self._manager)
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
     async def load(self, path: str) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe.partial_rollout.checkpoint.plain_state import pack
-from recipe.partial_rollout.manager.groups import Groups, Reserve
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     GroupState,
@@ -36,13 +35,19 @@ if TYPE_CHECKING:
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def capture(version: int, reserve: Reserve, groups: Groups) -> dict[str, Any]:
+def capture(manager: PromptsManager) -> dict[str, Any]:
     """The dictionary described above as of now, but with segments and outputs as the manager holds them.
 
     ``stored`` of a READY group stands for its outputs.
 
     It takes milliseconds, because no token is copied: what it shares with the manager never changes.
+
+    Raises:
+        RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
     """
+    version, reserve, groups = manager.version, manager.reserve, manager.groups
+    if groups.taken and not manager.batch_taken:
+        raise RuntimeError(f"version {version} has begun, the batch before it is not trained: too early to save")
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
     return {
         "version": version,

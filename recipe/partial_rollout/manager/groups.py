@@ -192,14 +192,12 @@ class Groups:
 
     def end_sample(self, group: PromptGroup, tokens: int) -> None:
         """Note that a sample of an ACTIVE group ended with ``tokens``; after the last one call ``ready`` or ``filter``."""
-        if group.state is not GroupState.ACTIVE or not group.unfinished:
-            raise RuntimeError(f"group {group.uid} is {group.state}: it has no sample that could end")
         group.unfinished -= 1
         group.finished_length += tokens
 
     def ready(self, group: PromptGroup) -> None:
         """ACTIVE -> READY: every sample has ended."""
-        self._end(group, GroupState.READY)
+        self._move(group, GroupState.READY)
         self._store(group)
 
     def _store(self, group: PromptGroup) -> None:
@@ -210,7 +208,7 @@ class Groups:
 
     def filter(self, group: PromptGroup, value: float) -> None:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
-        self._end(group, GroupState.FILTERED)
+        self._move(group, GroupState.FILTERED)
         self._no_longer(group.birth)
         del self.by_order[group.order]
         lengths = [output.response_length for output in group.outputs]
@@ -260,11 +258,6 @@ class Groups:
         if group.state is not _FOLLOWS[state]:
             raise RuntimeError(f"group {group.uid} is {group.state}: {state} follows {_FOLLOWS[state]}")
         group.state = state
-
-    def _end(self, group: PromptGroup, state: GroupState) -> None:
-        if group.unfinished:
-            raise RuntimeError(f"group {group.uid} has {group.unfinished} unfinished samples: it is not {state}")
-        self._move(group, state)
 
     def _no_longer(self, birth: int | None) -> None:
         """A group of this birth is no longer in flight, or no longer WAITING."""

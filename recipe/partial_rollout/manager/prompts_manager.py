@@ -28,7 +28,6 @@ from typing import Any
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission, in_time
-from recipe.partial_rollout.manager.codec import capture
 from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
@@ -105,7 +104,7 @@ class PromptsManager:
         self.samples = Samples(self.counters, clock)
         self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)), self.samples)
         self._version_state = VersionState.CLOSED
-        self._batch_taken = False
+        self.batch_taken = False
         """whether the trainer has got the batch of the present version"""
         self._filtered = 0
         """groups filtered since the version began"""
@@ -140,15 +139,15 @@ class PromptsManager:
 
     def add(self, progress: Progress) -> None:
         """Cache what a sample has made, so that it survives its worker; forget the turns that are given up."""
-        states = (SampleState.RUNNING,) if progress.segments else _LIVE
-        sample = self.samples.in_state(progress.sample_id, "add", states)
+        # Of calls beside each other one may be interrupted, and give the slot back, before the others have ended.
+        sample = self.samples.in_state(progress.sample_id, "add", _LIVE)
         sample.segments += [segment for segment in progress.segments if len(segment)]
         if progress.given_up:
             sample.segments = [kept for kept in sample.segments if kept.turn not in progress.given_up]
         sample.tool_results += progress.tool_results
 
     def leave(self, sample_id: str) -> None:
-        """Free its slot; the worker goes on with it, and no token follows until it has come back."""
+        """Free its slot; the worker goes on with it."""
         self.samples.move(sample_id, "leave")
 
     def interrupt(self, sample_id: str) -> None:
@@ -287,10 +286,10 @@ class PromptsManager:
         if self._version_state is VersionState.OPEN or (ahead and self.groups.taken):
             state = "trained" if ahead else "taken"
             raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
-        if version < present or (self._batch_taken and version != present + 1):
+        if version < present or (self.batch_taken and version != present + 1):
             raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
         self.version = version
-        self._batch_taken = False
+        self.batch_taken = False
         self._filtered = self._to_replace = 0
         admitted = self.admit(version_begins=True)
         self._version_state = VersionState.OPEN
@@ -344,27 +343,13 @@ class PromptsManager:
                 f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready, {size} are needed"
             )
         self._version_state = VersionState.CLOSED if stop else VersionState.AHEAD
-        self._batch_taken = True
+        self.batch_taken = True
         return groups.take(size)
 
     @property
     def admitted(self) -> tuple[str, ...]:
         """Uids that the trainer gets with its batch: admitted since the one before; a checkpoint keeps them as long."""
         return tuple(self.groups.admitted[: self.groups.told])
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    def capture(self) -> dict[str, Any]:
-        """The state at this moment, cheap to take; ``codec`` encodes and restores it.
-
-        Raises:
-            RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
-        """
-        if self.groups.taken and not self._batch_taken:
-            raise RuntimeError(
-                f"version {self.version} has begun, the batch before it is not trained: too early to save"
-            )
-        return capture(self.version, self.reserve, self.groups)
 
     # -- observation -----------------------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ class ClaimLoop:
                     keeper=self,
                     priority=grant.order,
                     restored=grant.segments,
-                    restored_tools={result["call"]: result for result in grant.tool_results},
+                    restored_tools=grant.tool_results,
                     deadline_s=self._sample_s,
                 )
                 task = asyncio.create_task(self._run_sample(grant, sample), name=grant.sample_id)
@@ -262,12 +262,10 @@ class ClaimLoop:
                 async with self._grant_in_time(sample):
                     while (obstacle := self._obstacle(sample)) is not None:
                         await obstacle.wait()
-                sample.running += 1
                 self._running += 1
                 try:
                     yield
                 finally:
-                    sample.running -= 1
                     self._running -= 1
         finally:
             sample.calling -= 1
@@ -299,20 +297,17 @@ class ClaimLoop:
             ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
-        """Inside ``engine_call``: give the slot back once no other call of the sample runs."""
-        sample.slot = SlotState.GIVING_BACK
-        sample.granted.clear()
+        """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
+        if sample.slot is SlotState.HELD and not sample.ended:
+            sample.granted.clear()
+            self._ask_for_slot(sample)
 
     def _settle(self, sample: LiveSample) -> None:
-        """Give the slot back if a call was interrupted; see to it that a sample without engine calls leaves it."""
+        """See to it that a sample without engine calls leaves its slot."""
         if sample.late is not None:
             sample.late.cancel()
             sample.late = None
-        if sample.running or sample.id not in self.samples:
-            return
-        if sample.slot is SlotState.GIVING_BACK and not sample.ended:
-            self._ask_for_slot(sample)
-        elif not sample.calling and self._release_after_s < math.inf:
+        if sample.id in self.samples and not sample.calling and self._release_after_s < math.inf:
             sample.late = asyncio.get_running_loop().call_later(self._release_after_s, self._leave, sample)
 
     def _ask_for_slot(self, sample: LiveSample) -> None:
@@ -322,7 +317,7 @@ class ClaimLoop:
 
     def _leave(self, sample: LiveSample) -> None:
         """The slot goes to another sample: this one has made no engine call for a while, whatever it awaits."""
-        if sample.calling or sample.slot not in (SlotState.HELD, SlotState.GIVING_BACK):
+        if sample.calling or sample.slot is not SlotState.HELD:
             return
         sample.slot = SlotState.AWAY
         sample.granted.clear()

@@ -197,10 +197,8 @@ class SlotState(StrEnum):
 
     HELD = "held"
     """It may call the engine."""
-    GIVING_BACK = "giving back"
-    """A call was interrupted; the slot goes back once no other call of the sample runs."""
     ASKED = "asked for"
-    """The manager will grant it."""
+    """A call was interrupted, or it was away; the manager will grant it."""
     AWAY = "away"
     """The sample has made no engine call for a while, and goes on without a slot until it makes one."""
 
@@ -215,8 +213,8 @@ class LiveSample:
     priority: int
     restored: InitVar[Iterable[Segment]] = ()
     """journal from before a crash, a worker's death or a retry; an engine call that asks the same is answered from it"""
-    restored_tools: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """the same for tools: results of finished calls by their number, and the starts of unfinished ones"""
+    restored_tools: InitVar[Iterable[dict[str, Any]]] = ()
+    """the same for tools: starts and results of calls, in their order"""
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
     tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
@@ -231,20 +229,16 @@ class LiveSample:
     """tool calls that the journal answered"""
     calls_asked: int = 0
     """tool calls whose outcome the tool's ``status`` was asked for"""
-    tools_ended: int = 0
-    """tool calls that left something for the reward"""
     fields_from: dict[str, int] = field(default_factory=dict)
-    """what the journal has put there: number of the tool call, by when it ended"""
+    """what the journal has put there: when the tool call that left it had ended, as in ``_tools``"""
     calls: int = 0
     """requests to replicas"""
     slot: SlotState = SlotState.HELD
-    """written by ``ClaimLoop`` alone, as are the next four"""
+    """written by ``ClaimLoop`` alone, as are the next three"""
     granted: asyncio.Event = field(default_factory=asyncio.Event)
     """set while HELD"""
     calling: int = 0
     """engine calls that run or wait for the slot, which they share"""
-    running: int = 0
-    """of these, those that a replica has not answered"""
     late: asyncio.TimerHandle | None = None
     """makes it AWAY"""
     ended: bool = False
@@ -258,21 +252,25 @@ class LiveSample:
     _journal: defaultdict[int, list[Segment]] = field(init=False)
     """segments that no call has asked for yet, by turn"""
     _next_turn: int = field(init=False)
+    _tools: dict[int, dict[str, Any]] = field(init=False)
+    """what is restored of tool calls that were not asked for yet, by number; ``ended``: their place in the journal"""
     _tool_numbers: Iterator[int] = field(init=False)
     """of tool calls that are not in the journal"""
     unsent: Progress = field(init=False)
     """what the manager does not know of it"""
 
-    def __post_init__(self, restored: Iterable[Segment], deadline_s: float | None) -> None:
+    def __post_init__(
+        self, restored: Iterable[Segment], restored_tools: Iterable[dict[str, Any]], deadline_s: float | None
+    ) -> None:
         self.clock, self.unsent = SampleClock(f"sample {self.id}", deadline_s), Progress(self.id)
         self._journal = defaultdict(list)
         for segment in restored:
             self._journal[segment.turn].append(segment)
             self.decoded += len(segment)
         self._next_turn = max(self._journal, default=-1) + 1
-        taken = frozenset(self.restored_tools)
+        self._tools = {result["call"]: {**result, "ended": place} for place, result in enumerate(restored_tools, 1)}
+        taken = frozenset(self._tools)
         self._tool_numbers = (number for number in itertools.count() if number not in taken)
-        self.tools_ended = max((entry.get("ended", 0) for entry in self.restored_tools.values()), default=0)
 
     @property
     def group(self) -> str:
@@ -339,13 +337,13 @@ class LiveSample:
         Args:
             asked: digest of the arguments. in_order: the tool has a state, so an answer holds only after those before it.
         """
-        known = sorted(number for number, entry in self.restored_tools.items() if entry["tool"] == tool)
-        equal = [n for n in (known[:1] if in_order else known) if self.restored_tools[n]["asked"] == asked]
+        known = sorted(number for number, entry in self._tools.items() if entry["tool"] == tool)
+        equal = [n for n in (known[:1] if in_order else known) if self._tools[n]["asked"] == asked]
         if equal:
-            return equal[0], self.restored_tools.pop(equal[0])
+            return equal[0], self._tools.pop(equal[0])
         if in_order:
             for number in known:
-                del self.restored_tools[number]
+                del self._tools[number]
         return next(self._tool_numbers), None
 
     def add_tool_result(self, result: dict[str, Any]) -> None:

@@ -233,9 +233,8 @@ class _Calls:
         name = f"sample {sample.id}: what tool {self._name} leaves"
         try:
             if changed := entry.changed():
-                # The loop goes on changing them. Of parallel calls the one that ended last decides.
-                sample.tools_ended += 1
-                answer |= {"fields": unpack(pack(changed, name)), "ended": sample.tools_ended}
+                # The loop goes on changing them.
+                answer["fields"] = unpack(pack(changed, name))
             pack(answer, name)
         except UnsaveableError as error:
             sample.add_tool_result({**entry.head, "refused": str(error)})
@@ -277,6 +276,7 @@ def _refusal(sample: LiveSample, why: str) -> ToolError:
 def _replayed(sample: LiveSample, recorded: dict[str, Any], fields: dict[str, Any] | None) -> Result:
     if "refused" in recorded:
         raise _refusal(sample, recorded["refused"])
+    # Of parallel calls the one that ended last decides.
     for name, value in recorded.get("fields", {}).items():
         if fields is not None and recorded["ended"] > sample.fields_from.get(name, 0):
             fields[name], sample.fields_from[name] = deepcopy(value), recorded["ended"]
