@@ -5,15 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from recipe.partial_rollout.tools import plan
 from recipe.partial_rollout.tools.plan_table import Option, advice
-from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.tools.run_record import load_run
-from tests.studies.replay import TOLERANCE, replay
-from tests.unit.runs import build_group, build_round, build_run, default_rounds, interrupted_run
-from tests.unit.shared import settings_of
+from tests.studies.replay import TOLERANCE
+from tests.unit.runs import build_group, build_round, build_run, interrupted_run
 
 LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
 
@@ -87,18 +83,6 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert plan.main(arguments) == 2
     out = capsys.readouterr().out
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
-
-
-def test_replay_lasts_as_long_as_the_steps_of_the_curve(tmp_path, monkeypatch):
-    settings = settings_of(2, 2, overlap=0.0, max_staleness=0, slots_per_replica=8)
-    made = {"PartialRolloutConfig.from_config": settings, "fit": EngineCurve(0.06, 0.0)}
-    for name, value in made.items():
-        monkeypatch.setattr(f"tests.studies.replay.{name}", lambda _, value=value: value)
-    path = build_run(tmp_path / "a", arm="PR", rounds=default_rounds(steps=3))
-    OmegaConf.save({}, path / "config.yaml")
-    # Rounds of 100 tokens a sample, 400 in all, took 10 s each.
-    found = replay(load_run(path))
-    assert (found.measured_ms, found.forecast_ms) == (pytest.approx(25e3), pytest.approx(15e3))
 
 
 def test_run_whose_samples_wait_for_tools_is_refused(tmp_path, capsys):

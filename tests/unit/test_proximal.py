@@ -11,7 +11,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import ProximalPolicy, UpdateOrder, WeightLevel, needs_pass, weight_level
+from recipe.partial_rollout.training.loss import ProximalPolicy, UpdateOrder, needs_pass
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from tests.unit.shared import settings_of
 
@@ -103,8 +103,3 @@ def test_effective_sample_size_is_none_of_no_weights_and_never_exceeds_one():
     assert share(0.0, 0.0) == 0.0
     # Equal weights, whose means were rounded apart: seen in a training.
     assert share(1.000000000000128, 1.000000000000128) == 1.0
-
-
-def test_losses_with_one_ratio_a_sequence_get_one_weight_a_sequence():
-    assert weight_level("gspo") is weight_level("geo_mean") is WeightLevel.GEOMETRIC
-    assert weight_level("vanilla") is weight_level("sapo") is weight_level("gpg") is WeightLevel.TOKEN

@@ -1,10 +1,8 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
-import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,7 @@ from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, covered, lanes_of
+from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
 from recipe.partial_rollout.tools.report.panels import Shown, _bubble, _speed
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.run_record import load_run
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
 RECORDED = Path(__file__).parents[1] / "studies/results/smollm_noPR"
 MOMENTS = st.integers(0, 30)
-SPANS = st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted).map(tuple), max_size=8)
 
 
 @pytest.fixture
@@ -322,16 +319,6 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_cut(spans):
     assert ran == pytest.approx(sum(call.end - call.start for call in calls))
     for at, part in enumerate(parts):
         assert all(20 * at <= call.start <= call.end <= 20 * (at + 1) for call in part)
-
-
-@given(SPANS)
-def test_moments_that_spans_cover_come_back_as_spans_apart(some):
-    spans = np.array(some, float).reshape(-1, 2)
-    moments = np.unique(spans)
-    within = covered(moments, spans)
-    found = Lanes(moments, {}, within, []).spans(within)
-    assert {t for a, b in found for t in range(int(a), int(b))} == {t for a, b in some for t in range(a, b)}
-    assert all(a < b for a, b in found) and all(a[1] < b[0] for a, b in itertools.pairwise(found))
 
 
 def test_each_lane_is_in_one_state_at_a_time(run):

@@ -13,7 +13,7 @@ from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import claim_loop
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.loop_life import Life, config_of, living, output_of
 from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
@@ -69,14 +69,42 @@ async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_
 
 
 async def test_interrupted_sample_goes_on_though_it_waits_and_decodes_for_longer_than_its_timeout():
-    async with training([[5], [120]], sample_timeout_s=0.1) as one:
+    async with training([[5], [240]], sample_timeout_s=0.3) as one:
         await one.stop_round()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.4)
         await one.next_round()
         (second,) = await one.stop_round()
-        assert one.engine.decoded == 125, "no token was decoded twice"
-        assert second.response_length == 120 and not second.masked
+        assert one.engine.decoded == 245, "no token was decoded twice"
+        assert second.response_length == 240 and not second.masked
         assert one.figures()["failures/failed_total"] == 0
+
+
+async def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_then_starts_anew():
+    # On a busy machine the short sleep takes longer.
+    clock = SampleClock("sample 0/0#0", 0.5)
+
+    async def wait(seconds):
+        with clock.stopped():
+            await asyncio.sleep(seconds)
+
+    async def loop():
+        for _ in range(3):
+            await asyncio.gather(wait(0.01), wait(0.6))
+            await asyncio.sleep(0.1)
+        return "done"
+
+    assert await asyncio.wait_for(clock.run(loop()), 10) == "done"
+
+
+async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_end_is_nobodys():
+    async def loop():
+        raise TimeoutError("the sandbox is gone")
+
+    clock = SampleClock("sample 0/0#0", 60.0)
+    with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
+        await clock.run(loop())
+    assert type(caught.value) is TimeoutError
+    clock.end(ValueError("late"))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +154,11 @@ async def refused(dead=False):
     ],
 )
 async def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(how, said):
-    async with training([[5, 5]], failing(how), sample_timeout_s=0.1) as one:
+    async with training([[5, 5]], failing(how), sample_timeout_s=0.3) as one:
         assert [output.response_length for output in await one.stop_round()] == [5, 5]
         figures = one.figures()
         assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
-    async with training([[5, 5]], failing(how, times=99), sample_timeout_s=0.1) as one:
+    async with training([[5, 5]], failing(how, times=99), sample_timeout_s=0.3) as one:
         outputs = await one.stop_round()
         assert [output.masked for output in outputs] == [True, False] and one.figures()["failures/masked_total"] == 1
         assert said in outputs[0].extra_fields["sample_error"]
