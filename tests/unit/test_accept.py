@@ -1,4 +1,4 @@
-"""The acceptance's own assertions: a sound run passes each, and each fails for the run that breaks it."""
+"""The acceptance: a sound run passes each check, each fails for the run that breaks it, and its task needs no GPU."""
 
 import contextlib
 import json
@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pandas as pd
 import psutil
 import pytest
+from transformers import AutoTokenizer
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
+from recipe.partial_rollout.tasks.trace_task.prepare import write_model
 from recipe.partial_rollout.tools.accept import checks, command
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
@@ -132,3 +135,16 @@ def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(resolved_
     with pytest.raises(ValueError, match="model_dtype=bf16"):
         unfitted.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 32_768
         check_memory(unfitted, DeviceMemory.of(unfitted, named("Qwen3-4B")))
+
+
+def test_median_at_the_cap_is_refused(tmp_path, capsys):
+    assert prepare(["--out", str(tmp_path), "--median", "10", "--cap", "10"]) == 2
+    assert capsys.readouterr().err == "--median=10: below --cap=10\n"
+
+
+def test_the_random_model_speaks_verls_qwen3_turns(tmp_path):
+    write_model(tmp_path, "tiny", vocabulary=32, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 32
+    builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
+    assert type(builder).__name__ == "QwenContinuousTokenBuilder"

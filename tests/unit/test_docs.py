@@ -1,13 +1,16 @@
-"""The pages: every link, image, command, file and test they name exists. Examples in docstrings give what they say."""
+"""The pages: every link, image, command, file and test they name exists; so are the notebook and examples in docstrings."""
 
 import doctest
 import importlib
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import recipe.partial_rollout as package
+from recipe.partial_rollout.config.keys import declarations
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.tools.__main__ import TOOLS
 
 REPOSITORY = Path(package.__file__).parents[2]
@@ -105,3 +108,33 @@ def test_front_page_is_read_in_minutes_and_the_pages_in_an_hour():
     assert words((REPOSITORY / "README.md").read_text()) <= 700
     pages = sorted((REPOSITORY / "docs").rglob("*.md"))
     assert len(pages) <= 13 and sum(len(page.read_text().split()) for page in pages) <= 15_000
+
+
+# -- the notebook ------------------------------------------------------------------------------------------------------
+
+
+NOTEBOOK = nbformat.read(REPOSITORY / "docs" / "quickstart.ipynb", as_version=nbformat.NO_CONVERT)
+TEXT = "\n".join(cell.source for cell in NOTEBOOK.cells)
+
+
+def test_a_command_that_fails_stops_the_notebook(monkeypatch):
+    monkeypatch.chdir(REPOSITORY / "docs")
+    defined = {}
+    for cell in NOTEBOOK.cells:
+        if cell.id in ("settings", "checkout"):
+            exec(compile(cell.source, cell.id, "exec"), defined)
+    with pytest.raises(RuntimeError, match="exit code 3: exit 3"):
+        defined["sh"]("exit 3")
+
+
+def test_notebook_is_valid_and_has_no_outputs():
+    nbformat.validate(NOTEBOOK)
+    code = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
+    assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+def test_files_and_keys_that_the_notebook_names_exist():
+    files = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", TEXT))
+    assert files and not [name for name in files if not (REPOSITORY / name).exists()]
+    keys = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
+    assert keys and keys <= {declared.name for declared in declarations(PartialRolloutConfig)}

@@ -1,11 +1,15 @@
 """What the state machine does, as facts; ``test_manager_life`` has what always holds. N groups of n samples, one worker."""
 
+import weakref
+
 import pytest
 
-from recipe.partial_rollout.config.settings import Mode, SchedulingPolicy
-from recipe.partial_rollout.manager.codec import capture, restore
+from recipe.partial_rollout.checkpoint.plain_state import pack
+from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, SchedulingPolicy
+from recipe.partial_rollout.manager.codec import capture, encode, restore
+from recipe.partial_rollout.manager.policies import common_value, missing
 from recipe.partial_rollout.manager.types import Progress
-from tests.unit.shared import begin, state_of
+from tests.unit.shared import InProcess, begin, state_of, tokens_in
 
 
 def groups_of(grants):
@@ -216,3 +220,108 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     m.add(Progress(sample_id, [segment(5)]))
     m.add(Progress(sample_id, tool_results=[{}]))
     assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+ACC = FilterSettings("acc")
+MASK = FailureLimits(sample_retries=0)
+
+
+@pytest.mark.parametrize(("info", "said"), [({}, "nothing"), ({"acc": None}, "None"), ({"acc": "yes"}, "'yes'")])
+def test_reward_without_the_metric_is_named_and_its_group_is_not_judged(output, info, said):
+    assert f"filter_groups.metric=acc: the reward function gives {said}; numbers are" in missing("acc", 1.0, info)
+    assert common_value("acc", [output(info=info), output(info=info)]) is None
+
+
+def test_masked_samples_have_no_say_and_failures_are_not_filtered_away(manager, output):
+    """A group with one sample to judge trains, so that what failed in it counts against ``max_masked_fraction``."""
+
+    def filtered(group_size, failing):
+        m = manager(batch=1, n=group_size, prompts=9, failures=MASK, group_filter=ACC)
+        begin(m)
+        for i, grant in enumerate(m.claim("w0")[:group_size]):
+            if i < failing:
+                m.fail(grant.sample_id, "boom")
+            else:
+                m.finish(grant.sample_id, output())
+        return m.counters.filtered_groups
+
+    assert [filtered(2, 1), filtered(2, 2), filtered(3, 1)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("prompts", "left", "ended", "spared"), [(4, 0, 4, 2), (2, 1, 2, 1)])
+def test_equal_groups_are_trained_where_the_data_has_no_other(manager, output, prompts, left, ended, spared):
+    """With one prompt left in the source and none in reserve, one group may go, not all."""
+    m = manager(batch=2, prompts=prompts, group_filter=ACC)
+    m.reserve.offer([], left)
+    begin(m)
+    for grant in m.claim("w0")[: 2 * ended]:
+        m.finish(grant.sample_id, output())
+    assert (m.counters.filtered_groups, m.counters.spared_groups) == (ended - spared, spared)
+    assert m.round_complete() is not bool(left)
+
+
+# -- where outputs lie -------------------------------------------------------------------------------------------------
+
+
+class Handle:
+    def __init__(self, outputs):
+        self.outputs = tuple(outputs)
+
+
+class Shelf:
+    """An output store without Ray; the outputs of a group live for as long as somebody holds what ``put`` returned."""
+
+    def __init__(self):
+        self.handles = weakref.WeakSet()
+
+    def put(self, outputs):
+        handle = Handle(outputs)
+        self.handles.add(handle)
+        return handle
+
+    def fetch(self, stored):
+        return {uid: handle.outputs for uid, handle in stored.items()}
+
+
+def finish_some(m, output, count):
+    """Finish the first ``count`` samples; the i-th has 2 + i tokens."""
+    begin(m)
+    for i, grant in enumerate(m.claim("w0")[:count]):
+        m.finish(grant.sample_id, output(2 + i))
+
+
+def held_by(m):
+    return [sample.id for group in m.groups.by_order.values() for sample in group.samples if sample.output is not None]
+
+
+def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
+    packed, figures = [], []
+    for store in (InProcess(), Shelf()):
+        m = manager(prompts=4, put=store.put)
+        finish_some(m, output, 5)
+        assert held_by(m) == ["0/2#0"], "those of groups that are ready are in the store"
+        state = encode(capture(m), store.fetch)
+        packed.append(pack(state))
+        resumed = manager(prompts=0, put=store.put)
+        restore(resumed, state)
+        assert held_by(resumed) == held_by(m)
+        m.groups.train([group.uid for group in m.take_batch(stop=True)])
+        figures.append((tokens_in(m), tokens_in(resumed), m.counters, m.metrics()))
+    assert packed[0] == packed[1] and figures[0] == figures[1]
+    # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
+    assert len(store.handles) == 2, "those of the resumed manager"
+
+
+def test_filtered_group_is_not_stored_and_its_outputs_are_let_go(manager, output):
+    shelf = Shelf()
+    m = manager(batch=1, prompts=4, group_filter=FilterSettings("acc"), put=shelf.put)
+    first = output(2)
+    alive = weakref.ref(first.response_ids)
+    begin(m)
+    for grant, each in zip(m.claim("w0")[:2], (first, output(3)), strict=True):
+        m.finish(grant.sample_id, each)
+    del first, each
+    assert m.counters.filtered_groups == 1 and not shelf.handles and alive() is None

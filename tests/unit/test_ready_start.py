@@ -1,4 +1,7 @@
-"""The warm start that ships: it fits the sources, unpacks to what a training leaves, and is refused where it does not."""
+"""The warm start that ships: it fits the sources, unpacks to what a training leaves, and is refused where it does not.
+
+What else of ``clock10`` could change unseen is its tokenizer, with transformers.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +14,9 @@ from safetensors.numpy import load_file
 
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.clock10 import prepare
+from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.model import build_model
+from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
 from tests import generated
 
 TINY = prepare.Parameters(steps=4, train_rows=32, val_rows=8)
@@ -114,3 +119,12 @@ def test_folder_of_someone_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     assert ready_start.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more():
+    tokenizer, prompt = build_tokenizer(), Problem((3, 4, 2, 9), 8).prompt
+    assert tokenizer.decode(tokenizer.encode(CHARACTERS, add_special_tokens=False)) == CHARACTERS
+    other = tokenizer.encode("3é<|im_end|>", add_special_tokens=False)
+    assert other == [tokenizer.convert_tokens_to_ids("3"), tokenizer.unk_token_id, tokenizer.eos_token_id]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False)
+    assert len(ids) == len(prompt) + 1 + len(["start", "newline", "end", "newline"])
