@@ -29,7 +29,7 @@ def assemble(taken, *, prompt_length=6, response_length=8):
 def test_prompts_are_padded_left_and_responses_right_and_rows_carry_their_slot(output):
     data = assemble(groups(output))
     assert list(data.non_tensor_batch["uid"]) == ["slot0", "slot0", "slot1", "slot1"]
-    assert list(data.non_tensor_batch["index"]) == [7] * 4 and data.meta_info["reward_extra_keys"] == ["acc"]
+    assert list(data.non_tensor_batch["data_source"]) == ["t"] * 4 and data.meta_info["reward_extra_keys"] == ["acc"]
     batch = data.batch
     assert batch["prompts"][0].tolist() == [0, 0, 1, 2, 3, 4]
     assert batch["responses"][0].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
@@ -48,6 +48,17 @@ def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expec
     assert scores[1].nonzero().tolist() == [[4]]
     unscored = assemble(groups(output, reward=None))
     assert "rm_scores" not in unscored.batch and "reward_extra_keys" not in unscored.meta_info
+    assert list(unscored.non_tensor_batch["index"]) == [7] * 4
+
+
+@pytest.mark.parametrize("column", ["responses", "advantages", "temperature", "multi_turn"])
+def test_dataset_may_have_a_column_named_like_something_of_the_trainers(output, column):
+    """verl's update asserts that no two have a name; under noPR these columns do not come as far as the trainer."""
+    taken = [replace(group, row={**group.row, column: 0.7}) for group in groups(output)]
+    data = assemble(taken)
+    data.batch["advantages"] = torch.zeros(4, 8)
+    data.meta_info |= {"temperature": 1.0, "multi_turn": False}
+    assert data.to_tensordict()["advantages"].shape == (4, 8)
 
 
 def test_what_does_not_fit_a_batch_is_refused(output):

@@ -17,8 +17,9 @@ rollout_versions   [B, R]    int32   policy version of each generated token; -1 
 rm_scores          [B, R]    float32 the score at the last token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
-Non-tensor fields: those of the dataset row, ``uid`` (the slot's, so that verl's advantage estimators group by it),
-``__num_turns__``, ``multi_modal_inputs`` (empty), the reward's extra information and the agent loop's extra fields.
+Non-tensor fields: of the dataset row what it is scored by (all of it, when a reward model scores later), ``uid`` (the
+slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty), the reward's
+extra information and the agent loop's extra fields.
 Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
 """
 
@@ -55,6 +56,8 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
+_SCORED_BY = ("data_source", "reward_model", "extra_info")
+"""what verl's trainer has of the dataset row of a scored sample: other columns may be named like what is its own"""
 _IDENTITY = ("raw_prompt", "index")
 """columns by which the report knows a prompt again; a dataset of the user's own may have neither"""
 
@@ -257,14 +260,17 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
     return TensorDict(fields, batch_size=len(outputs))
 
 
-def _non_tensors(groups: Sequence[TakenGroup], slot_uids: Sequence[str]) -> tuple[dict[str, np.ndarray], list[str]]:
+def _non_tensors(
+    groups: Sequence[TakenGroup], slot_uids: Sequence[str], *, scored: bool
+) -> tuple[dict[str, np.ndarray], list[str]]:
     rows = [group.row for group in groups for _ in group.outputs]
     outputs = [output for group in groups for output in group.outputs]
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.
-    fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in groups[0].row}
+    kept = [key for key in groups[0].row if key in _SCORED_BY or not scored]
+    fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in kept}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
-    fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys)})
+    fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys, key=str)})
     fields.update(infos)
     fields["uid"] = objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
     fields["__num_turns__"] = np.array([o.num_turns for o in outputs], dtype=np.int32)
@@ -304,7 +310,8 @@ def assemble_batch(
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
     groups = [replace(g, outputs=_fitted(g.outputs, response_length)) for g in groups]
     outputs = [output for group in groups for output in group.outputs]
-    non_tensors, extra_keys = _non_tensors(groups, slot_uids)
     tensors = _tensors(outputs, prompt_length, response_length, pad_id)
-    meta = {"reward_extra_keys": extra_keys} if "rm_scores" in tensors.keys() else {}  # noqa: SIM118
+    scored = "rm_scores" in tensors.keys()  # noqa: SIM118
+    non_tensors, extra_keys = _non_tensors(groups, slot_uids, scored=scored)
+    meta = {"reward_extra_keys": extra_keys} if scored else {}
     return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)
