@@ -12,13 +12,14 @@ from ray._private import services
 from ray.util import list_named_actors
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo_v0 import BaseTaskRunner
-from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.import_utils import load_class_from_fqn
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
+from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
@@ -120,19 +121,8 @@ class TaskRunner(BaseTaskRunner):
         self.config, self.session = config, session
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer, self.processor = model.tokenizer, model.processor
-        self.train_dataset = self._dataset("train")
-        self.val_dataset = self._dataset("val")
-
-    def _dataset(self, split: str) -> Any:
-        data = self.config.data
-        return create_rl_dataset(
-            data[f"{split}_files"],
-            data,
-            self.tokenizer,
-            self.processor,
-            is_train=split == "train",
-            max_samples=data.get(f"{split}_max_samples", -1),
-        )
+        self.train_dataset = dataset_of(config, "train", self.tokenizer, self.processor)
+        self.val_dataset = dataset_of(config, "val", self.tokenizer, self.processor)
 
     def train(self) -> None:
         """Make the workers and train to the last step.

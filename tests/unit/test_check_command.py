@@ -1,6 +1,8 @@
 """``main_ppo`` with ``--check``, and before Ray starts: a user's mistake is one line and exit code 2, whoever finds it."""
 
+import json
 import logging
+import re
 import runpy
 import sys
 
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.rows import check_files, check_steps
+from recipe.partial_rollout.preflight.rows import check_files, check_prompts, check_steps, check_truths, dataset_of
 from recipe.partial_rollout.preflight.settings_check import check_config, check_settings
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
@@ -168,6 +170,10 @@ READS = "data.train_files=.*: a file with columns data_source and reward_model.g
 SCORED_BY_MODEL = ("reward.reward_model.enable=True", "reward.custom_reward_function.path=null")
 
 
+def json_lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def without(name):
     return {key: value for key, value in ROW.items() if key != name}
 
@@ -242,6 +248,46 @@ def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(file
     loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
     check_files(files(pd.DataFrame([without("reward_model")]), none, loops))
     assert not any(capsys.readouterr())
+
+
+NULL, WORDS = {**ROW, "reward_model": None}, {**ROW, "reward_model": "one"}
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (pd.DataFrame([ROW, NULL]), "rows with reward_model.ground_truth; row 1 has reward_model=None"),
+        (json_lines(ROW, NULL), "rows with reward_model.ground_truth; row 1 has reward_model=None"),
+        (json_lines(WORDS, ROW), "rows with reward_model.ground_truth; row 0 has reward_model='one'"),
+        (pd.DataFrame([ROW, {**ROW, "prompt": None}]), "among rows 0 to 1 it refuses one: TypeError"),
+        (
+            pd.DataFrame([ROW, {**ROW, "prompt": [{"role": "user", "content": "1" * 99}]}]),
+            "the tokens of row 1 of data.",
+        ),
+        (json_lines(ROW) + "{", "files whose rows make one table"),
+    ],
+)
+def test_row_that_verl_would_break_on_in_midst_of_a_run_is_named(files, tmp_path, model, rows, said, split):
+    """The first three ended a run at its first validation, the fourth without a word of the key."""
+    name = f"{split}.jsonl" if isinstance(rows, str) else f"{split}.parquet"
+    config = files(rows, "data.filter_overlong_prompts=False", name=name)
+    config.data[f"{split}_files"] = f"{tmp_path}/{name}"
+    tokenizer, key = build_tokenizer(), f"data.{split}_files"
+    with pytest.raises(ConfigError, match=rf"^data\.(max_prompt_length|{split}_files)=.*{re.escape(said)}") as caught:
+        dataset = dataset_of(config, split, tokenizer)
+        check_prompts(config, tokenizer, dataset, key)
+        check_truths(config, dataset, key)
+    assert "\n" not in str(caught.value)
+
+
+def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(files):
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
+    config = files(pd.DataFrame([NULL]), loops)
+    dataset = dataset_of(config, "train", build_tokenizer())
+    check_truths(config, dataset)
+    with pytest.raises(ConfigError, match="row 0 has reward_model=None"):
+        check_truths(config, dataset, "data.val_files")
 
 
 def test_a_batch_needs_as_many_prompts_and_validation_one():

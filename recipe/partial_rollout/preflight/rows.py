@@ -7,7 +7,7 @@ checkpoint cannot hold.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -17,17 +17,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
+from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.inputs import data_files
 from recipe.partial_rollout.preflight.user_code import agent_loops, is_verls_loop
 from recipe.partial_rollout.waits import one_line
 
+_TRAIN = "data.train_files"
 _KINDS = (".parquet", ".json", ".jsonl")
 """that verl's dataset reads"""
 _LOOP = "agent_name"
@@ -135,13 +139,44 @@ def check_steps(config: DictConfig, prompts: int, held_out: int | None = None) -
         raise fail("data.val_files", config.data.val_files, words)
 
 
-def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> None:
+def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = None, **changes: Any) -> Any:
+    """verl's dataset of ``split``, with ``changes`` of the keys of ``data``.
+
+    Raises:
+        ConfigError: the files do not make one.
+    """
+    key, data = f"data.{split}_files", OmegaConf.merge(config.data, changes)
+    most = data.get(f"{split}_max_samples", -1)
+    try:
+        return create_rl_dataset(
+            config.data[f"{split}_files"], data, tokenizer, processor, is_train=split == "train", max_samples=most
+        )
+    except (DatasetsError, ValueError) as error:
+        words = f"files whose rows make one table ({one_line(error.__cause__ or error)})"
+        raise fail(key, at(config, key), words) from error
+
+
+def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], key: str = _TRAIN) -> None:
     """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens, unless verl leaves such out."""
     if not config.data.filter_overlong_prompts:
-        check_lengths(config, prompt_lengths(config, tokenizer, dataset))
+        check_lengths(config, prompt_lengths(config, tokenizer, dataset, key), key)
 
 
-def check_lengths(config: DictConfig, lengths: np.ndarray) -> None:
+def check_truths(config: DictConfig, dataset: Any, key: str = _TRAIN) -> None:
+    """Raise ``ConfigError`` for a row whose ``reward_model`` has no keys: verl's reward managers read it, and a validation
+    looks into it whoever scores."""
+    frame = getattr(dataset, "dataframe", None)
+    names = getattr(frame, "column_names", ())
+    own = _LOOP in names or not is_verls_loop(config, at(config, "rollout.agent.default_agent_loop"))
+    if "reward_model" not in names or (key == _TRAIN and (own or not _rewards_by_rows(config))):
+        return
+    for row, truth in enumerate(frame["reward_model"]):
+        if not isinstance(truth, Mapping):
+            allowed = f"rows with reward_model.ground_truth; row {row} has reward_model={truth!r:.60}"
+            raise fail(key, at(config, key), allowed)
+
+
+def check_lengths(config: DictConfig, lengths: np.ndarray, key: str = _TRAIN) -> None:
     """``check_prompts``, of prompts of these ``lengths``."""
     limit = config.data.max_prompt_length
     over = int((lengths > limit).sum())
@@ -151,12 +186,12 @@ def check_lengths(config: DictConfig, lengths: np.ndarray) -> None:
     raise fail(
         "data.max_prompt_length",
         limit,
-        f"at least {lengths[longest]}, the tokens of row {longest} of data.train_files; {over:,} of {len(lengths):,} "
+        f"at least {lengths[longest]}, the tokens of row {longest} of {key}; {over:,} of {len(lengths):,} "
         f"prompts are longer than {limit} (data.filter_overlong_prompts=True leaves them out)",
     )
 
 
-def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -> np.ndarray:
+def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], key: str = _TRAIN) -> np.ndarray:
     """int32 [rows of ``dataset``]: tokens of each prompt with the chat template and the dataset's tools."""
     options = config.data.get("apply_chat_template_kwargs") or {}
     tools = getattr(dataset, "tool_schemas", None)
@@ -164,16 +199,16 @@ def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any]) -
     with tqdm(total=len(dataset), desc="prompt lengths", unit=" prompts", leave=False) as bar:
         for start in range(0, len(dataset), _BATCH):
             rows = range(start, min(start + _BATCH, len(dataset)))
-            chats = [list(dataset[i]["raw_prompt"]) for i in rows]
             try:
+                chats = [list(dataset[i]["raw_prompt"]) for i in rows]
                 encoded = tokenizer.apply_chat_template(
                     chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
                 )
-            except (TemplateError, ValueError) as error:
+            except (TemplateError, TypeError, ValueError) as error:
                 where = f"rows {rows.start} to {rows.stop - 1}"
                 raise fail(
-                    "data.train_files",
-                    config.data.train_files,
+                    key,
+                    at(config, key),
                     f"prompts that the model's chat template takes; among {where} it refuses one: {one_line(error)}",
                 ) from error
             lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]

@@ -30,7 +30,16 @@ from recipe.partial_rollout.preflight.inputs import (
     missing_packages,
 )
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import check_files, check_lengths, check_rows, check_steps, prompt_lengths
+from recipe.partial_rollout.preflight.rows import (
+    check_files,
+    check_lengths,
+    check_prompts,
+    check_rows,
+    check_steps,
+    check_truths,
+    dataset_of,
+    prompt_lengths,
+)
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tools.check import machine
@@ -113,7 +122,6 @@ def _as_no_pr(config: DictConfig) -> DictConfig:
 
 def _check_contents(config: DictConfig) -> str:
     """Check tokenizer, weight sync, prompts and columns; what the plan says of the prompts."""
-    from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.tokenizer import hf_tokenizer
 
     data, model = config.data, config.actor_rollout_ref.model
@@ -122,9 +130,7 @@ def _check_contents(config: DictConfig) -> str:
     checkpoints = None if verls_own(config) else check_checkpoints(config)
     tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
     tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
-    unfiltered: Any = OmegaConf.merge(data, {"filter_overlong_prompts": False})
-    most = data.get("train_max_samples", -1)
-    dataset: Any = create_rl_dataset(data.train_files, unfiltered, tokenizer, None, is_train=True, max_samples=most)
+    dataset = dataset_of(config, "train", tokenizer, filter_overlong_prompts=False)
     lengths = prompt_lengths(config, tokenizer, dataset)
     check_rows(config, dataset)
     if not data.filter_overlong_prompts:
@@ -132,7 +138,10 @@ def _check_contents(config: DictConfig) -> str:
         if checkpoints is not None:
             check_made_of_rows(config, checkpoints, dataset)
     over = int((lengths > data.max_prompt_length).sum())
-    held_out: Any = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False)
+    held_out = dataset_of(config, "val", tokenizer)
+    check_prompts(config, tokenizer, held_out, "data.val_files")
+    check_truths(config, dataset)
+    check_truths(config, held_out, "data.val_files")
     check_steps(config, len(lengths) - over, len(held_out))
     return (
         f"{len(lengths):,}, median {np.median(lengths):.0f} tokens, longest {lengths.max()}; {over:,} longer than "
