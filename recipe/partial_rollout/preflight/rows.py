@@ -146,6 +146,7 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
         ConfigError: the files do not make one.
     """
     key, data = f"data.{split}_files", OmegaConf.merge(config.data, changes)
+    assert isinstance(data, DictConfig)
     most = data.get(f"{split}_max_samples", -1)
     try:
         return create_rl_dataset(
@@ -165,7 +166,7 @@ def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], ke
 def check_truths(config: DictConfig, dataset: Any, key: str = _TRAIN) -> None:
     """Raise ``ConfigError`` for a row whose ``reward_model`` has no keys: verl's reward managers read it, and a validation
     looks into it whoever scores."""
-    frame = getattr(dataset, "dataframe", None)
+    frame: Any = getattr(dataset, "dataframe", None)
     names = getattr(frame, "column_names", ())
     own = _LOOP in names or not is_verls_loop(config, at(config, "rollout.agent.default_agent_loop"))
     if "reward_model" not in names or (key == _TRAIN and (own or not _rewards_by_rows(config))):
