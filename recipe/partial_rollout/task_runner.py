@@ -20,7 +20,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
 from recipe.partial_rollout.preflight.rows import dataset_of
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, accepts
+from recipe.partial_rollout.rollout.cluster_nodes import accepts
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
@@ -132,19 +132,20 @@ class TaskRunner(BaseTaskRunner):
             NodeLostError: the training failed, and one of Ray's nodes had died.
         """
         check_cluster(self.config)
-        nodes = ClusterNodes()
+        # Nodes that are dead by now are of no interest.
+        self.session.nodes.outlive()
         try:
-            self._train(nodes)
+            self._train()
         except StopTraining:
             raise
         except Exception as error:
-            nodes.blame(error, _remedy(self.config))
+            self.session.nodes.blame(error, _remedy(self.config))
             raise
 
-    def _train(self, nodes: ClusterNodes) -> None:
+    def _train(self) -> None:
         config = self.config
         if config.trainer.use_v1:
-            self._train_v1(nodes)
+            self._train_v1()
             return
         self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
@@ -161,12 +162,11 @@ class TaskRunner(BaseTaskRunner):
             train_sampler=create_rl_sampler(config.data, self.train_dataset),
             device_name=config.trainer.device,
             session=self.session,
-            nodes=nodes,
         )
         trainer.init_workers()
         trainer.fit()
 
-    def _train_v1(self, nodes: ClusterNodes) -> None:
+    def _train_v1(self) -> None:
         """As verl's ``TaskRunnerV1``, in this process."""
         import transfer_queue as tq
 
@@ -178,7 +178,7 @@ class TaskRunner(BaseTaskRunner):
             raise fail("trainer.use_v1", True, "False: another run of this Ray cluster has its TransferQueue")
         tq.init(config.transfer_queue)
         try:
-            trainer: Any = PartialRolloutPPOTrainer(config, session=self.session, nodes=nodes)  # pyright: ignore[reportAbstractUsage]
+            trainer: Any = PartialRolloutPPOTrainer(config, session=self.session)  # pyright: ignore[reportAbstractUsage]
             trainer.init()
             manager_class: Any = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class)
             manager = manager_class.create(

@@ -15,7 +15,6 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.settings import V1_MODE
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.task_runner import check_cluster
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
@@ -36,4 +35,4 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
             self._lock.enter_context(locked(directory))
         check_cluster(config)
         runner = main_ppo.begin(config)
-        super().__init__(config, session=runner.session, nodes=ClusterNodes())
+        super().__init__(config, session=runner.session)

@@ -1,5 +1,6 @@
 """A training without verl and without engines: a real session, driver, manager and workers over scripted replicas."""
 
+import asyncio
 import sys
 from dataclasses import replace
 
@@ -135,9 +136,11 @@ class ScriptedTraining:
         self.sync(self.session.checkpoints.resumed_step)
 
     def sync(self, version):
-        finished(self.driver.before_load(version))
-        ray.get([worker.load.remote(version) for worker in self.workers], timeout=60)
-        finished(self.driver.after_load(version))
+        async def load():
+            async with self.driver.loading(version):
+                await asyncio.wait_for(asyncio.gather(*[worker.load.remote(version) for worker in self.workers]), 60)
+
+        finished(load())
 
     def step(self, step):
         groups = finished(self.driver.next_batch(step))

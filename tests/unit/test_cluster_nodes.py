@@ -36,7 +36,9 @@ def nodes_of(monkeypatch, *tables):
 
     monkeypatch.setattr(cluster_nodes.ray, "nodes", table)
     monkeypatch.setattr(cluster_nodes, "accepts", lambda address, port: port != 7002)
-    return ClusterNodes()
+    nodes = ClusterNodes()
+    nodes.outlive()
+    return nodes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -15,6 +16,7 @@ from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
 from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from tests.bench.scripted_engine import ScriptedWorker
@@ -91,6 +93,7 @@ class Life:
             figures={},
             slots=MagicMock(**{"reckon.return_value": False}),
         )
+        session.note_phase = partial(RunSession.note_phase, session)
         manager = Local(self.manager)
         self.guard = Calm(session, manager, self.worker)
         self.driver = Driver(session, manager, InProcess(), self.guard, None)
@@ -104,12 +107,11 @@ class Life:
         await self.sync(0)
 
     async def sync(self, version):
-        await self.driver.before_load(version)
-        self.worker._version = version
-        if not self.separate:
-            for replica in self.worker._scripted:
-                replica.start()
-        await self.driver.after_load(version)
+        async with self.driver.loading(version):
+            self.worker._version = version
+            if not self.separate:
+                for replica in self.worker._scripted:
+                    replica.start()
 
     async def batch(self, step):
         return await asyncio.wait_for(self.driver.next_batch(step), 10)
@@ -225,15 +227,14 @@ async def test_separate_version_begins_once_all_engines_have_loaded_and_before_t
     async with life(5, 5, 5, 5) as one:
         await one.batch(1)
         with pytest.raises(RuntimeError, match="step 1 is not trained: it is too early for policy version 1"):
-            await one.driver.after_load(1)
+            await one.sync(1)
         await one.driver.finish_step()
         one.control.reset_mock()
-        await one.driver.before_load(1)
-        assert [name for name, *_ in one.control.mock_calls] == ["restart_dead", "hold", "restart_dead"]
-        assert one.manager._manager.version == 0
         one.control.resume.side_effect = lambda: versions.append(one.manager._manager.version)
         versions = []
-        await one.driver.after_load(1)
+        async with one.driver.loading(1):
+            assert [name for name, *_ in one.control.mock_calls] == ["restart_dead", "hold", "restart_dead"]
+            assert one.manager._manager.version == 0
         assert versions == [1] and one.phases[-1] == ("hold", 1)
 
 

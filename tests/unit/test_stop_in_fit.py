@@ -132,7 +132,6 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
     trainer._phase_started = None
     trainer.proximal = ProximalPolicy(config, trainer.settings)
-    trainer.nodes = MagicMock()
     session.log = MagicMock(last_round=None)
     session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)

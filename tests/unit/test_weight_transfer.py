@@ -4,6 +4,7 @@ A replica that dies anywhere before it is left out, and restarted for it.
 """
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from recipe.partial_rollout.manager.types import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.training import weight_transfer
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError, transfer_of
 from recipe.partial_rollout.waits import NoAnswerError
@@ -123,7 +125,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
     control.announce_restarted = nothing
-    settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(), batch_groups=1)
+    settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s))
     session = SimpleNamespace(
         settings=settings,
         control=control,
@@ -132,10 +134,11 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
         steps=SimpleNamespace(last=99),
         figures={},
     )
+    session.note_phase = partial(RunSession.note_phase, session)
     driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
-    manager = RecipeCheckpointManager(verls, deadline_s, driver if pr else None, versions)
+    manager = RecipeCheckpointManager(verls, session, driver if pr else None)
     return SimpleNamespace(
         manager=manager, transfer=manager._transfer, control=control, replicas=replicas, trainers=trainers, log=log
     )

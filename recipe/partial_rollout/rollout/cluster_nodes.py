@@ -33,14 +33,10 @@ def accepts(address: str, port: int, within_s: float = _ANSWERS_WITHIN_S) -> boo
 
 
 class ClusterNodes:
-    """The nodes of Ray's cluster; made while Ray is up.
-
-    Nodes that are dead by then are of no interest, nor are those whose death the run has outlived.
-    """
+    """The nodes of Ray's cluster, but for those whose death the run has outlived."""
 
     def __init__(self) -> None:
         self._done_with: set[str] = set()
-        self.outlive()
 
     def outlive(self) -> None:
         """The run goes on without the nodes that are dead now: no later error is due to them."""

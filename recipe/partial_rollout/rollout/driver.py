@@ -28,7 +28,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -92,8 +92,8 @@ class Driver:
         """with the trainer, until ``finish_step``"""
         self._step = 0
         """whose batch was taken last"""
-        self._since = self._held_at = 0.0
-        """when the last batch was taken, or the engines first ran; when they were held (unix seconds)"""
+        self._since = 0.0
+        """when the last batch was taken, or the engines first ran (unix seconds)"""
 
     @property
     def exhausted(self) -> bool:
@@ -128,35 +128,38 @@ class Driver:
 
     # -- around a weight sync --------------------------------------------------------------------------------------
 
-    async def before_load(self, version: int) -> None:
-        """Afterwards every replica is alive and decodes nothing."""
-        if not self._stops and self._goes_on(version):
-            await self._take_prompts()
-        await self._control.restart_dead()
-        if not self._stops:
-            self._held_at = time.time()
-            await self._control.hold()
-            # A replica that died since is restarted while the others are held: it cannot miss a version.
-            await self._control.restart_dead()
+    @contextlib.asynccontextmanager
+    async def loading(self, version: int) -> AsyncIterator[None]:
+        """Within, every replica is alive and decodes nothing; they load ``version``, and then accept requests again.
 
-    async def after_load(self, version: int) -> None:
-        """Every replica holds ``version``. Separate: its groups are admitted, and the engines go on.
+        Separate: its groups are admitted meanwhile, and what was held goes on.
 
         Raises:
             RuntimeError: the batch of the version before is not trained.
         """
-        if not self._stops:
-            self._require_trained(f"policy version {version}")
-            await self._announce_restarted()
-            if self._goes_on(version):
-                self._begin_version(version)
-                await self._begun()
-                if self._state is RolloutState.QUIET:
-                    self._since = time.time()
-                    await self._open()
+        self._require_trained(f"policy version {version}")
+        if self._stops:
+            await self._control.restart_dead()
+            yield
+            await self._control.resume()
+            return
+        if self._goes_on(version):
+            await self._take_prompts()
+        await self._control.restart_dead()
+        held_at = time.time()
+        await self._control.hold()
+        # A replica that died since is restarted while the others are held: it cannot miss a version.
+        await self._control.restart_dead()
+        yield
+        await self._announce_restarted()
+        if self._goes_on(version):
+            self._begin_version(version)
+            await self._begun()
+            if self._state is RolloutState.QUIET:
+                self._since = time.time()
+                await self._open()
         await self._control.resume()
-        if not self._stops:
-            self.note_phase("hold", version, self._held_at, time.time())
+        self._session.note_phase("hold", version, held_at, time.time())
 
     def _goes_on(self, version: int) -> bool:
         return version < self._session.steps.last
@@ -170,11 +173,6 @@ class Driver:
         """The replicas may have their memory back."""
         if self._stops:
             await self._control.wake_up()
-
-    def note_phase(self, name: str, version: int, start: float, end: float) -> None:
-        """Note a phase of the sync of ``version``: ``stage`` or ``hold``; moments in unix seconds."""
-        self._session.log.add(Phase(name, version, start, end))
-        self._session.figures[f"timing/{name}_s"] = end - start
 
     async def _announce_restarted(self) -> None:
         announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)

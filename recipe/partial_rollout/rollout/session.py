@@ -29,8 +29,18 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import METRICS, Arm, Checkpoint, Ended, RolloutPhase, RunLog, RunSettings
+from recipe.partial_rollout.records.run_log import (
+    METRICS,
+    Arm,
+    Checkpoint,
+    Ended,
+    Phase,
+    RolloutPhase,
+    RunLog,
+    RunSettings,
+)
 from recipe.partial_rollout.records.run_log import NAME as LOG
+from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
@@ -87,6 +97,7 @@ class RunSession:
         self.run_dir = checkpoints.run_dir
         self.trains = trains
         self.stop = StopSignals.of_process()
+        self.nodes = ClusterNodes()
         self.completed_step = checkpoints.resumed_step
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource
@@ -229,16 +240,21 @@ class RunSession:
         preemptions = await self.control.new_preemptions()
         return figures if preemptions is None else {**figures, "rollout/preemptions": preemptions}
 
+    def note_phase(self, name: str, step: int, start: float, end: float) -> None:
+        """Note a phase of the weight sync of version ``step``: ``stage`` or ``hold``; moments in unix seconds."""
+        self.log.add(Phase(name, step, start, end))
+        self.figures[f"timing/{name}_s"] = end - start
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def complete_step(self, step: int) -> bool:
-        """The batch of ``step`` is trained: from now on a checkpoint is of this step. False if that is known already."""
+    def complete_step(self, step: int) -> None:
+        """The batch of ``step`` is trained: from now on a checkpoint is of this step."""
         if self.completed_step == step:
-            return False
+            return
         if self.settings.enable:
             finished(self.driver.finish_step())
         self.completed_step = step
-        return True
+        self.nodes.outlive()
 
     def save(self, save_trainer: Callable[[], object]) -> None:
         """Save the checkpoint of the last completed step, under PR with everything in flight, and seal it.

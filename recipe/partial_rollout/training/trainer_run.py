@@ -21,7 +21,6 @@ import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Ended, Phase
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
@@ -41,7 +40,6 @@ class TrainerRun:
 
     Args:
         session: the run, which has begun.
-        nodes: of Ray's cluster; told of each step that the run completes.
         args, kwargs: verl's.
     """
 
@@ -56,8 +54,8 @@ class TrainerRun:
     global_steps: int
     total_training_steps: int
 
-    def __init__(self, config: Any, *args: Any, session: RunSession, nodes: ClusterNodes, **kwargs: Any) -> None:
-        self.session, self.nodes = session, nodes
+    def __init__(self, config: Any, *args: Any, session: RunSession, **kwargs: Any) -> None:
+        self.session = session
         self.proximal = loss.ProximalPolicy(config, self.settings)
         self._phase_started: float | None = None
         replica.register()
@@ -87,10 +85,9 @@ class TrainerRun:
             self.session.driver = rollout.driver
         self.checkpoint_manager = RecipeCheckpointManager(
             self.checkpoint_manager,
-            self.settings.deadlines.weight_sync_s,
+            self.session,
             # A validation alone starts no version: the engines load the weights as under noPR.
             driver=self.session.driver if self.settings.enable and self.session.trains else None,
-            log=self.session.log,
         )
 
     def _open_session(self) -> None:
@@ -242,8 +239,7 @@ class TrainerRun:
         Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
         that the workers report while the trainer updates.
         """
-        if self.session.complete_step(self.global_steps):
-            self.nodes.outlive()
+        self.session.complete_step(self.global_steps)
 
     def _update_critic(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._update_critic(*args, **kwargs)  # type: ignore[misc]

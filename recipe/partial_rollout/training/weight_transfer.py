@@ -4,7 +4,7 @@ Each part has a deadline, and an eye on the replicas: verl's sender waits for th
 receiver's error, so a sync that fails in an engine would hang whoever sends to it. A replica that is dead before the sync
 is restarted for it (PR); one that dies during it ends the run. What else PR does around a sync is the driver's::
 
-    transfer.stage -> driver.before_load -> transfer.load -> driver.after_load
+    transfer.stage -> driver.loading -> transfer.load -> (end of driver.loading)
 
 ===========  =========================================  ==================================================================
 backend      ``stage``                                  ``load``
@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from ray.exceptions import RayActorError, RayError
@@ -29,8 +30,9 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.partial_rollout.records.run_log import Phase, RunLog
+from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
@@ -206,16 +208,14 @@ class RecipeCheckpointManager:
 
     Args:
         verls: the checkpoint manager that verl made.
-        deadline_s: seconds that each part of a sync may take.
+        session: of the run.
         driver: None under noPR.
-        log: of the run.
     """
 
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float, driver: Driver | None, log: RunLog) -> None:
+    def __init__(self, verls: CheckpointEngineManager, session: RunSession, driver: Driver | None) -> None:
         self._verls = verls
-        self._transfer = transfer_of(verls, deadline_s)
-        self._driver = driver
-        self._log = log
+        self._transfer = transfer_of(verls, session.settings.deadlines.weight_sync_s)
+        self._session, self._driver = session, driver
         self._version = 0
         """sent last"""
 
@@ -243,16 +243,12 @@ class RecipeCheckpointManager:
             sent = await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
             await self._send(version)
-        self._log.add(Phase("sync", version, start, time.time()))
+        self._session.log.add(Phase("sync", version, start, time.time()))
         return sent
 
     async def _send(self, version: int) -> None:
         start = time.time()
-        staged = await self._transfer.stage(version)
-        if self._driver is not None:
-            if staged:
-                self._driver.note_phase("stage", version, start, time.time())
-            await self._driver.before_load(version)
-        await self._transfer.load(version)
-        if self._driver is not None:
-            await self._driver.after_load(version)
+        if await self._transfer.stage(version):
+            self._session.note_phase("stage", version, start, time.time())
+        async with self._driver.loading(version) if self._driver else nullcontext():
+            await self._transfer.load(version)
