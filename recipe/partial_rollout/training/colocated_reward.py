@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Score = Callable[[int], Coroutine[Any, Any, tuple[float, dict[str, Any]]]]
+"""scores a row of the batch"""
 Scored = dict[int, tuple[float, dict[str, Any]]]
 """by row: the score, and what the reward says beside it"""
 
@@ -55,12 +58,21 @@ def score_batch(manager: Any, batch: DataProto, settings: PartialRolloutConfig) 
         NoAnswerError: the reward model does not wake up, or go to sleep again.
     """
     validate = bool(batch.meta_info.get("validate"))
+    workers, parts = RewardWorkers(manager.reward_loop_workers, manager.config), parts_of_reward(manager.config)
+    prompts = batch.non_tensor_batch.get("uid", range(len(batch)))
+
+    async def score(row: int) -> tuple[float, dict[str, Any]]:
+        async def said() -> tuple[Any, dict[str, Any]]:
+            result = await workers.remote(batch.slice(row, row + 1))
+            return result["reward_score"], dict(result.get("reward_extra_info") or {})
+
+        given, info = await reward_of(said(), prompts[row])
+        return checked(given, prompts[row], info, () if validate else parts), info
+
     errors = list(batch.non_tensor_batch.get("sample_error", [None] * len(batch)))
-    calls = _Calls(manager, batch, settings, () if validate else parts_of_reward(manager.config))
     rows = [row for row, error in enumerate(errors) if error is None]
-    scored, failed = finished(
-        _awake(manager.reward_model_manager, lambda: calls.make(rows), settings.deadlines.interrupt_s)
-    )
+    asking = partial(_scores, score, rows, prompts, settings)
+    scored, failed = finished(_awake(manager.reward_model_manager, asking, settings.deadlines.interrupt_s))
     for row, error in failed.items():
         errors[row] = one_line(error)
     told = [error for error in errors if error is not None]
@@ -103,72 +115,48 @@ def _told(
     return DataProto(tensors, found, {"reward_extra_keys": [REWARD_INFO] if validate else list(found)})
 
 
-class _Calls:
-    """The calls of verl's reward workers for one batch.
+async def _scores(
+    score: Score, rows: list[int], prompts: Sequence[Any], settings: PartialRolloutConfig
+) -> tuple[Scored, dict[int, RewardError]]:
+    """Scores of ``rows``, and why the others have none."""
+    scored: Scored = {}
+    for times in itertools.count(1):
+        failed = await _attempt(score, rows, prompts, settings.deadlines.reward_s, scored)
+        verdict = verdict_on(times, settings.failures)
+        if not failed or verdict is FailureVerdict.MASK:
+            break
+        if verdict is FailureVerdict.RAISE:
+            raise next(iter(failed.values()))
+        logger.warning("%s; asked again, with %d others of its batch", next(iter(failed.values())), len(failed) - 1)
+        await asyncio.sleep(retry_delay_s(times))
+        rows = list(failed)
+    return scored, failed
 
-    Args:
-        parts: what each reward must have beside its score.
-    """
 
-    def __init__(self, manager: Any, batch: DataProto, settings: PartialRolloutConfig, parts: Sequence[str]) -> None:
-        self._workers = RewardWorkers(manager.reward_loop_workers, manager.config)
-        self._batch = batch
-        self._deadline_s = settings.deadlines.reward_s
-        self._limits = settings.failures
-        self._parts = parts
-
-    async def make(self, rows: list[int]) -> tuple[Scored, dict[int, RewardError]]:
-        """Scores of ``rows``, and why the others have none."""
-        scored: Scored = {}
-        for times in itertools.count(1):
-            failed = await self._attempt(rows, scored)
-            verdict = verdict_on(times, self._limits)
-            if not failed or verdict is FailureVerdict.MASK:
-                break
-            if verdict is FailureVerdict.RAISE:
-                raise next(iter(failed.values()))
-            logger.warning("%s; asked again, with %d others of its batch", next(iter(failed.values())), len(failed) - 1)
-            await asyncio.sleep(retry_delay_s(times))
-            rows = list(failed)
-        return scored, failed
-
-    async def _attempt(self, rows: list[int], scored: Scored) -> dict[int, RewardError]:
-        """Ask for all ``rows`` at once; verl's workers queue them, so the deadline starts with each answer anew."""
-        failed: dict[int, RewardError] = {}
-        asked = {asyncio.create_task(self._score(row)): row for row in rows}
-        running = set(asked)
-        try:
-            while running:
-                done, running = await asyncio.wait(
-                    running, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED
+async def _attempt(
+    score: Score, rows: list[int], prompts: Sequence[Any], deadline_s: float, scored: Scored
+) -> dict[int, RewardError]:
+    """Ask for all ``rows`` at once; verl's workers queue them, so the deadline starts with each answer anew."""
+    failed: dict[int, RewardError] = {}
+    asked = {asyncio.create_task(score(row)): row for row in rows}
+    running = set(asked)
+    try:
+        while running:
+            done, running = await asyncio.wait(running, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                try:
+                    scored[asked[task]] = task.result()
+                except RewardError as error:
+                    failed[asked[task]] = error
+            if not done:
+                late = [asked[task] for task in running]
+                error = RewardError(
+                    f"reward function gave no score for {len(late)} samples, one of prompt {prompts[late[0]]}, within "
+                    f"{deadline_s:g} s of the last (partial_rollout.deadlines.reward_s)"
                 )
-                for task in done:
-                    try:
-                        scored[asked[task]] = task.result()
-                    except RewardError as error:
-                        failed[asked[task]] = error
-                if not done:
-                    prompts = [self._prompt(asked[task]) for task in running]
-                    late = RewardError(
-                        f"reward function gave no score for {len(prompts)} samples, one of prompt {prompts[0]}, within "
-                        f"{self._deadline_s:g} s of the last (partial_rollout.deadlines.reward_s)"
-                    )
-                    return {**failed, **{asked[task]: late for task in running}}
-            return failed
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    def _prompt(self, row: int) -> Any:
-        return self._batch.non_tensor_batch["uid"][row] if "uid" in self._batch.non_tensor_batch else row
-
-    async def _score(self, row: int) -> tuple[float, dict[str, Any]]:
-        prompt = self._prompt(row)
-
-        async def said() -> tuple[Any, dict[str, Any]]:
-            result = await self._workers.remote(self._batch.slice(row, row + 1))
-            return result["reward_score"], dict(result.get("reward_extra_info") or {})
-
-        score, info = await reward_of(said(), prompt)
-        return checked(score, prompt, info, self._parts), info
+                return failed | dict.fromkeys(late, error)
+        return failed
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

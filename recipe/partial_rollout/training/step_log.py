@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from math import isfinite, nan
 from numbers import Real
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import overview
+from recipe.partial_rollout.records.figures import length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.training.trackers import SWANLAB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PICTURES = "1_pictures"
 """section of the pictures"""
@@ -27,6 +32,12 @@ _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 """the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
+
+MOST_CALLS = 2000
+"""calls that a timeline draws; of more, an even choice"""
+_ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
+_TOLERANCE_S = 0.5
+"""a call that begins this much before its round belongs to it all the same: clocks of processes differ"""
 
 
 class StepLog:
@@ -55,9 +66,6 @@ class StepLog:
         due = self._on_swanlab and (step - 1) % PICTURES_EVERY == 0
         if due and round_ is not None and round_.step == step:
             import swanlab
-
-            # Drawing libraries take a second to import.
-            from recipe.partial_rollout.training.round_pictures import length_histogram, timeline
 
             pictures = {"timeline": timeline(round_), "lengths": length_histogram(round_)}
             swanlab.log({f"{PICTURES}/{name}": swanlab.Image(each) for name, each in pictures.items()}, step=step)
@@ -134,3 +142,61 @@ class PolicyDrift:
             "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine (Megatron: lr_decay_style) or a lower "
             "partial_rollout.overlap; FSDP keeps a checkpoint's rate, so a lower optim.lr has no effect"
         )
+
+
+# -- pictures of a round -----------------------------------------------------------------------------------------------
+
+
+def timeline(round_: Round) -> Figure:
+    """A line for each engine call, those of a replica in one band, by start.
+
+    Under separate placement the calls are those that ended since the batch before, and may have begun long before it.
+    """
+    phase = round_.phase
+    calls = sorted(phase.calls, key=lambda call: (str(call.replica), call.start))
+    calls = calls[:: -(-len(calls) // MOST_CALLS)] if calls else []
+    figure, axes = _empty()
+    spans = np.array([(call.busy_from, call.end) for call in calls]).reshape(-1, 2) - phase.start
+    cut = np.array([call.interrupted for call in calls], dtype=bool)
+    for chosen, colour, label in ((~cut, _ENDED, "ended"), (cut, _INTERRUPTED, "interrupted, resumes later")):
+        axes.hlines(np.flatnonzero(chosen), *spans[chosen].T, colors=colour, linewidths=0.8, label=label)
+    for i in range(1, len(calls)):
+        if calls[i].replica != calls[i - 1].replica:
+            axes.axhline(i - 0.5, color=_ENGINE, linewidth=1)
+    axes.set(xlim=(0, max(phase.seconds, 1e-3)), ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
+    if len(spans) and spans.min() < -_TOLERANCE_S:
+        axes.axvspan(0, phase.seconds, color=_ROUND, zorder=0, label="from the batch before to this one")
+        # As much before and after it as calls reach, at most its own length.
+        before, after = max(spans.min(), -phase.seconds), min(spans.max(), 2 * phase.seconds)
+        axes.set(xlim=(before, max(after, phase.seconds)), xlabel="seconds from the batch before")
+    axes.set_ylabel("engine calls, by replica and start")
+    axes.set_title(f"step {round_.step}: {len(phase.calls)} calls, {phase.decoded_tokens:,} tokens", loc="left")
+    axes.legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def length_histogram(round_: Round) -> Figure:
+    """Response lengths (tokens) of the trained samples, their mean and sigmas."""
+    lengths = np.array([length for group in round_.trained for length in group.lengths])
+    figure, axes = _empty()
+    axes.hist(lengths, bins=40, color=_ENDED)
+    axes.axvline(float(lengths.mean()), color="black", linestyle="--", linewidth=1.2)
+    axes.set(xlabel="response tokens", ylabel="trained samples")
+    batch, group = length_sigmas([group.lengths for group in round_.trained])
+    axes.set_title(
+        f"step {round_.step}: {len(lengths)} samples, mean {lengths.mean():,.0f}, longest {lengths.max():,}, "
+        f"sigma {batch:,.0f} in the batch, {group:,.0f} in a group",
+        loc="left",
+        fontsize=10,
+    )
+    return figure
+
+
+def _empty() -> tuple[Figure, Axes]:
+    # Drawing libraries take a second to import.
+    from matplotlib.figure import Figure
+
+    # Fixed margins: a layout that fits itself draws everything twice.
+    figure = Figure(figsize=(9.0, 4.0), dpi=90)
+    figure.subplots_adjust(left=0.08, right=0.98, top=0.91, bottom=0.14)
+    return figure, figure.subplots()
