@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, length_sigmas, spread
 from recipe.partial_rollout.records.run_log import PhaseName
@@ -63,60 +63,11 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """What several figures of a run are made of."""
-
-    run: RunRecord
-    phases_s: dict[str, float]
-    """By verl's timer name; `other` is what no listed timer covers."""
-    tokens: int
-    """Trained."""
-    decoded: int
-    waits: float | None
-    idle: float | None
-    held: float | None
-    """Shares of the time from the first batch to the last."""
-    passes: list[Step]
-    """Steps with a pass over the batch before the update."""
-    trainer_tokens_per_s: tuple[float | None, float | None]
-    """Of the pass, and of the update."""
-
-    @classmethod
-    def of(cls, run: RunRecord) -> Self:
-        spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
-        spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
-        passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
-        return cls(
-            run,
-            spent,
-            sum(group.tokens for group in run.trained_groups),
-            sum(round_.phase.decoded_tokens for round_ in run.rounds),
-            *lane_shares(run),
-            passes,
-            (ratio(*_total(passes, "old_log_prob")), ratio(*_total(run.steps, "update_actor"))),
-        )
-
-    @property
-    def rollout_s(self) -> float | None:
-        """None under separate placement, where all of the run is rollout."""
-        return None if self.run.settings.separate else self.phases_s["gen"]
-
-    @property
-    def train_s(self) -> float:
-        """Step minus rollout; under separate placement minus the wait for the batch."""
-        return self.phases_s["step"] - self.phases_s["gen"]
-
-    @property
-    def decoding_s(self) -> float:
-        """Of rollout; under separate placement of the run."""
-        return sum(round_.phase.seconds for round_ in self.run.rounds) if self.rollout_s is None else self.rollout_s
-
-
-@dataclass(frozen=True, slots=True)
 class Figure:
     """A figure of a run; those with a label stand in the table of figures."""
 
-    of: Callable[[Whole], Any]
+    of: Callable[[RunRecord, SimpleNamespace], Any]
+    """Of a run, and of its figures so far."""
     label: str = ""
     words: Callable[[Any], str] = str
     means: str = ""
@@ -181,20 +132,32 @@ def _total(steps: Sequence[Step], timer: str) -> tuple[float, float]:
     )
 
 
-def _mfu(whole: Whole) -> tuple[float | None, ...] | None:
+def _spans_s(run: RunRecord) -> float:
+    return sum(round_.phase.seconds for round_ in run.rounds)
+
+
+def _passes(run: RunRecord) -> list[Step]:
+    """Steps with a pass over the batch before the update."""
+    return [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
+
+
+def _phases(run: RunRecord) -> dict[str, float]:
+    spent = {name: sum(step.seconds(name) for step in run.steps) for name in PHASES}
+    spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
+    return spent
+
+
+def _mfu(run: RunRecord, known: SimpleNamespace) -> tuple[float | None, ...] | None:
     """Of rollout, pass and update; None where verl knows no peak."""
     shares = []
-    for steps, timer, key in (
-        (whole.passes, "old_log_prob", "actor_infer"),
-        (whole.run.steps, "update_actor", "actor"),
-    ):
+    for steps, timer, key in ((_passes(run), "old_log_prob", "actor_infer"), (run.steps, "update_actor", "actor")):
         used = sum(step.metrics.get(f"perf/mfu/{key}", 0) * step.seconds(timer) for step in steps)
         shares.append(ratio(used, _total(steps, timer)[1]))
     of_pass, of_update = shares
     if not of_update:
         return None
     # A decoded token takes what one of the pass does, on the same devices.
-    speed = ratio(ratio(whole.decoded, whole.rollout_s), whole.trainer_tokens_per_s[0])
+    speed = ratio(ratio(known.decoded_tokens, known.rollout_s), known.trainer_tokens_per_s[0])
     return None if speed is None or of_pass is None else of_pass * speed, of_pass, of_update
 
 
@@ -212,39 +175,41 @@ def _validation(run: RunRecord) -> Validation | None:
 
 FIGURES: dict[str, Figure] = {
     # Seconds are verl's timers, summed over the steps that count.
-    "rollout_s": Figure(lambda whole: whole.rollout_s, compared=True),
-    "train_s": Figure(lambda whole: whole.train_s, compared=True),
-    "step_s": Figure(lambda whole: whole.phases_s["step"], compared=True),
-    "phases_s": Figure(lambda whole: whole.phases_s),
+    "phases_s": Figure(lambda run, _: _phases(run)),
+    # Under separate placement all of the run is rollout, and what is left of a step is without the wait for the batch.
+    "rollout_s": Figure(lambda run, known: None if run.settings.separate else known.phases_s["gen"], compared=True),
+    "train_s": Figure(lambda _, known: known.phases_s["step"] - known.phases_s["gen"], compared=True),
+    "step_s": Figure(lambda _, known: known.phases_s["step"], compared=True),
     # Steps and validations between them, without the pauses of a resumed run.
-    "total_s": Figure(lambda whole: whole.phases_s["step"] + whole.phases_s["testing"]),
-    "validation": Figure(lambda whole: _validation(whole.run)),
-    "steps": Figure(lambda whole: len(whole.run.steps)),
-    "bubble_fraction": Figure(lambda whole: _bubble(whole.run)),
-    "device_use": Figure(lambda whole: _device_use(whole.run)),
-    "staleness": Figure(lambda whole: spread([age for step in whole.run.steps for age in step.staleness])),
+    "total_s": Figure(lambda _, known: known.phases_s["step"] + known.phases_s["testing"]),
+    "lane_shares": Figure(lambda run, _: lane_shares(run)),
+    "validation": Figure(lambda run, _: _validation(run)),
+    "steps": Figure(lambda run, _: len(run.steps)),
+    "bubble_fraction": Figure(lambda run, _: _bubble(run)),
+    "device_use": Figure(lambda run, _: _device_use(run)),
+    "staleness": Figure(lambda run, _: spread([age for step in run.steps for age in step.staleness])),
     "trained_groups": Figure(
-        lambda whole: len(whole.run.trained_groups),
+        lambda run, _: len(run.trained_groups),
         "trained groups",
         units.count,
         "Prompts trained, each with all its samples.",
     ),
     "trained_tokens": Figure(
-        lambda whole: whole.tokens,
+        lambda run, _: sum(group.tokens for group in run.trained_groups),
         "trained tokens",
         units.count,
         "Tokens that the model generated in trained samples.",
         compared=True,
     ),
     "decoded_tokens": Figure(
-        lambda whole: whole.decoded,
+        lambda run, _: sum(round_.phase.decoded_tokens for round_ in run.rounds),
         "decoded tokens",
         units.count,
         "Tokens that the engines made; unfinished samples and lost work included.",
         compared=True,
     ),
     "wall_s_per_trained_token": Figure(
-        lambda whole: _wall_s_per_token(whole.run),
+        lambda run, _: _wall_s_per_token(run),
         "wall time per 1,000 trained tokens",
         units.kilo_seconds,
         "From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the figure to "
@@ -252,68 +217,70 @@ FIGURES: dict[str, Figure] = {
         compared=True,
     ),
     "trainer_waits": Figure(
-        lambda whole: whole.waits,
+        lambda _, known: known.lane_shares[0],
         "trainer waits for batches",
         units.share,
         "Share of that time; where engines and trainer take turns, it is that of rollout.",
     ),
     "engines_idle": Figure(
-        lambda whole: whole.idle,
+        lambda _, known: known.lane_shares[1],
         "engines idle",
         units.share,
         "Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle.",
     ),
     "engines_held": Figure(
-        lambda whole: whole.held,
+        lambda _, known: known.lane_shares[2],
         "engines held",
         units.share,
         "Share of that time in which all engines stood still for new weights or a checkpoint (separate placement).",
         always=False,
     ),
     "hold_s": Figure(
-        lambda whole: spread(_holds(whole.run)),
+        lambda run, _: spread(_holds(run)),
         "a hold, mean / p95 / max",
         units.spread_s,
         "From the request to hold all engines for new weights until they go on, loading included (separate placement).",
         always=False,
     ),
     "rollout_s_per_trained_token": Figure(
-        lambda whole: ratio(whole.rollout_s, whole.tokens),
+        lambda _, known: ratio(known.rollout_s, known.trained_tokens),
         "rollout per 1,000 trained tokens",
         units.kilo_seconds,
         "Seconds of rollout for equal work; none under separate placement, where all of the run is rollout.",
         compared=True,
     ),
     "train_s_per_trained_token": Figure(
-        lambda whole: ratio(whole.train_s, whole.tokens),
+        lambda _, known: ratio(known.train_s, known.trained_tokens),
         "training per 1,000 trained tokens",
         units.kilo_seconds,
         "Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work.",
         compared=True,
     ),
     "step_s_per_trained_token": Figure(
-        lambda whole: ratio(whole.phases_s["step"], whole.tokens),
+        lambda _, known: ratio(known.step_s, known.trained_tokens),
         "step per 1,000 trained tokens",
         units.kilo_seconds,
         "Seconds of whole steps, for equal work.",
         compared=True,
     ),
     "decoded_tokens_per_s": Figure(
-        lambda whole: ratio(whole.decoded, whole.decoding_s),
+        lambda run, known: ratio(
+            known.decoded_tokens, known.rollout_s if known.rollout_s is not None else _spans_s(run)
+        ),
         "decoded tokens/s in rollout",
         units.count,
         "Decoded tokens over the seconds of rollout; under separate placement over those of the run.",
         compared=True,
     ),
     "trainer_tokens_per_s": Figure(
-        lambda whole: whole.trainer_tokens_per_s,
+        lambda run, _: (ratio(*_total(_passes(run), "old_log_prob")), ratio(*_total(run.steps, "update_actor"))),
         "tokens/s of the pass, of the update",
         units.pair,
         "Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU "
         "(v1 logs none), and `update_actor`; several epochs count them once.",
     ),
     "mfu": Figure(
-        lambda whole: _mfu(whole),
+        _mfu,
         "MFU of rollout, pass, update",
         units.shares,
         "Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, "
@@ -321,27 +288,27 @@ FIGURES: dict[str, Figure] = {
         always=False,
     ),
     "off_policy_token_fraction": Figure(
-        lambda whole: ratio(sum(group.off_policy_tokens for group in whole.run.trained_groups), whole.tokens),
+        lambda run, known: ratio(sum(group.off_policy_tokens for group in run.trained_groups), known.trained_tokens),
         "off-policy tokens",
         units.share,
         "Share of trained tokens that older weights made than those that the update starts from.",
     ),
     "segments_per_sample": Figure(
-        lambda whole: spread([count for group in whole.run.trained_groups for count in group.segments]),
+        lambda run, _: spread([count for group in run.trained_groups for count in group.segments]),
         "segments a sample, mean / p95 / max",
         units.spread,
         "Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold.",
     ),
     "mean_trained_length": Figure(
-        lambda whole: _mean([length for step in whole.run.steps for length in step.lengths]),
+        lambda run, _: _mean([length for step in run.steps for length in step.lengths]),
         "mean trained length",
         units.count,
         "Response tokens of a trained sample; with tools, theirs included.",
         compared=True,
     ),
     "length_sigma": Figure(
-        lambda whole: _mean_pair(
-            [length_sigmas([group.lengths for group in round_.trained]) for round_ in whole.run.rounds]
+        lambda run, _: _mean_pair(
+            [length_sigmas([group.lengths for group in round_.trained]) for round_ in run.rounds]
         ),
         "sigma of lengths, in a batch / in a group",
         units.pair,
@@ -349,61 +316,61 @@ FIGURES: dict[str, Figure] = {
         "synchronous batch waits for its last response.",
     ),
     "mixed": Figure(
-        lambda whole: _mean_pair([shares for step in whole.run.steps if (shares := step.mixed)]),
+        lambda run, _: _mean_pair([shares for step in run.steps if (shares := step.mixed)]),
         "made by several versions: samples / tokens",
         units.shares,
         "Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps.",
     ),
     "length_bias_step_1": Figure(
-        lambda whole: whole.run.steps[0].metrics.get(LENGTH_BIAS),
+        lambda run, _: run.steps[0].metrics.get(LENGTH_BIAS),
         "trained / dispatched length, step 1",
         units.decimal,
         _BIAS,
     ),
     "length_bias_steps_1_to_5": Figure(
-        lambda whole: _bias_of_five(whole.run),
+        lambda run, _: _bias_of_five(run),
         "trained / dispatched length, steps 1-5",
         units.decimal,
         _BIAS,
     ),
     "length_bias": Figure(
-        lambda whole: whole.run.steps[-1].metrics.get(LENGTH_BIAS),
+        lambda run, _: run.steps[-1].metrics.get(LENGTH_BIAS),
         "trained / dispatched length, run",
         units.decimal,
         _BIAS,
     ),
     "reward_first": Figure(
-        lambda whole: _mean(_rewards(whole.run.steps[:REWARD_STEPS])),
+        lambda run, _: _mean(_rewards(run.steps[:REWARD_STEPS])),
         "reward, first 3 steps",
         units.precise,
         "Mean reward of the trained samples.",
     ),
     "reward_last": Figure(
-        lambda whole: _mean(_rewards(whole.run.steps[-REWARD_STEPS:])),
+        lambda run, _: _mean(_rewards(run.steps[-REWARD_STEPS:])),
         "reward, last 3 steps",
         units.precise,
         "Mean reward of the trained samples.",
     ),
     "interrupt_s": Figure(
-        lambda whole: _known_spread([round_.interrupt_s for round_ in whole.run.rounds]),
+        lambda run, _: _known_spread([round_.interrupt_s for round_ in run.rounds]),
         "interrupt, mean / p95 / max",
         units.spread_s,
         "From the decision to interrupt a round until every engine was quiet.",
     ),
     "resume_s": Figure(
-        lambda whole: _known_spread([round_.resume_s for round_ in whole.run.rounds]),
+        lambda run, _: _known_spread([round_.resume_s for round_ in run.rounds]),
         "resume, mean / p95 / max",
         units.spread_s,
         "From the opening of a round to its first engine call.",
     ),
     "carried_groups": Figure(
-        lambda whole: spread([round_.carried_groups for round_ in whole.run.rounds]),
+        lambda run, _: spread([round_.carried_groups for round_ in run.rounds]),
         "carried groups a round, mean / p95 / max",
         units.spread,
         "Unfinished groups that a round started with.",
     ),
     "lost_samples": Figure(
-        lambda whole: max(round_.lost_samples for round_ in whole.run.rounds),
+        lambda run, _: max(round_.lost_samples for round_ in run.rounds),
         "lost samples",
         units.count,
         "The most that a round counted as unaccounted for; a sound run loses none.",
@@ -416,5 +383,7 @@ ROWS = {name: figure for name, figure in FIGURES.items() if figure.label}
 
 def summarize(run: RunRecord) -> SimpleNamespace:
     """The figures of a run: its attributes are those of ``FIGURES``."""
-    whole = Whole.of(run)
-    return SimpleNamespace(**{name: figure.of(whole) for name, figure in FIGURES.items()})
+    known = SimpleNamespace()
+    for name, figure in FIGURES.items():
+        setattr(known, name, figure.of(run, known))
+    return known
