@@ -127,7 +127,7 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
         "violations": [*audited.violations, *hung, *told],
         "max_staleness": audited.max_staleness,
         "max_staleness_allowed": audited.sizes.max_staleness,
-        "trained_groups": len(audited.trained.all),
+        "trained_groups": sum(len(entry.trained) for entry in audited.entries),
         "undone_groups": audited.undone,
         "conversations": len(held),
         "effects": sum(conversation.effects for conversation in held.values()),

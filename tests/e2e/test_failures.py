@@ -166,7 +166,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained.all) == 4 * steps
+    assert result.violations == [] and result.complete and len(result.trained) == 4 * steps
     read = run.read()
     restarted = {s: metrics["partial_rollout/failures/replicas_restarted_total"] for s, metrics in read.steps.items()}
     assert restarted[steps] == 2
@@ -186,7 +186,7 @@ def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_
     processes_of_session(run.process.pid, WORKER)[0].kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained.all) == 24
+    assert result.violations == [] and result.complete and len(result.trained) == 24
     assert run.read().steps[6]["partial_rollout/failures/workers_restarted_total"] == 1
 
 
@@ -199,4 +199,4 @@ def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing
         count_start()
     assert chaos([*arguments, *SEPARATE, *overrides]) == 0
     result, _ = audit(tmp_path / "run")
-    assert result.violations == [] and result.complete and len(result.trained.all) == 24
+    assert result.violations == [] and result.complete and len(result.trained) == 24

@@ -51,7 +51,7 @@ def test_two_steps_with_an_interruption_and_a_resume_train_every_prompt_once(
 
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and (result.kills, result.resumes) == (0, 1)
-    assert len(result.trained.all) == 8
+    assert len(result.trained) == 8
     run = read_run(run_dir)
     assert max(n for event in run.rounds for group in event["trained"] for n in group["segments"]) >= 2
     # Engine and trainer agree where one version made all tokens.

@@ -111,7 +111,7 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     wait_for(lambda: not first.processes(ENGINE), "the end of the run's engine on the living node", 30)
     result, _ = audit(run_dir)
     assert result.violations == [] and not result.complete
-    trained = len(result.trained.all)
+    trained = len(result.trained)
     first.kill()
 
     monkeypatch.delenv("RAY_ADDRESS")
@@ -120,4 +120,4 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
     assert resumed.process.wait(300) == 0, resumed.terminal()[-3000:]
     result, _ = audit(run_dir)
     assert result.violations == [] and result.complete and result.kills == 1
-    assert len(result.trained.all) == 4 * last
+    assert len(result.trained) == 4 * last

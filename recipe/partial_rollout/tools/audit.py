@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 from msgspec import structs
 
+from recipe.partial_rollout.manager.types import position_of
 from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, Event, Round, RunSettings, TrainedGroup
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.reading.lineage import Lineage
@@ -31,8 +31,7 @@ _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 
 
 def _keys(uids: Iterable[str]) -> array[int]:
-    pairs = (uid.partition("/") for uid in uids)
-    return array("q", (int(epoch) * _POSITIONS + int(position) for epoch, _, position in pairs))
+    return array("q", (epoch * _POSITIONS + position for epoch, position in map(position_of, uids)))
 
 
 def _uid(key: int) -> str:
@@ -106,31 +105,6 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
         )
 
 
-class Prompts:
-    """The prompts of one kind in the rounds that count.
-
-    Args:
-        entries: of these rounds.
-        kind: ``admitted``, ``trained`` or ``filtered``.
-    """
-
-    def __init__(self, entries: Iterable[Entry], kind: str) -> None:
-        self._rounds = [(entry.step, getattr(entry, kind)) for entry in entries]
-        self.all = np.concatenate([np.zeros(0, np.int64), *(np.array(prompts) for _, prompts in self._rounds)])
-        """[prompt] in the order of the rounds"""
-        self.once = np.unique(self.all)
-        """[prompt] sorted, each once"""
-
-    def steps_of(self, prompts: np.ndarray) -> dict[int, list[int]]:
-        """For each of a few ``prompts`` its steps."""
-        steps: dict[int, list[int]] = {int(prompt): [] for prompt in prompts}
-        for step, here in self._rounds if steps else ():
-            for prompt in here:
-                if prompt in steps:
-                    steps[prompt].append(step)
-        return steps
-
-
 class Audit:
     """The account of a training, without what resumes have undone.
 
@@ -159,11 +133,12 @@ class Audit:
         self.entries = lineage.standing()
         """of the rounds that count"""
         self.admitted, self.trained, self.filtered = (
-            Prompts(self.entries, kind) for kind in ("admitted", "trained", "filtered")
+            {prompt for entry in self.entries for prompt in getattr(entry, kind)}
+            for kind in ("admitted", "trained", "filtered")
         )
         self.undone = sum(len(entry.trained) for entry in lineage.undone)
         """trained groups that resumes have undone"""
-        self._consumed = np.union1d(self.trained.once, self.filtered.once)
+        self._consumed = self.trained | self.filtered
         self._judge()
 
     def _book(self, event: Event) -> None:
@@ -197,7 +172,7 @@ class Audit:
         self._judge_consumed()
         self._judge_holes()
         self._judge_lost()
-        trained, total = len(self.trained.once), self.sizes.total
+        trained, total = len(self.trained), self.sizes.total
         # What drains tells each prompt that was lost.
         by_prompt = self.drained and not self.sizes.filters
         if self.complete and not self.exhausted and not by_prompt and trained < total:
@@ -206,46 +181,48 @@ class Audit:
 
     def _judge_consumed(self) -> None:
         """Check that each prompt is consumed once, trained or filtered, after its admission."""
-        consumed, times = np.unique(np.concatenate([self.trained.all, self.filtered.all]), return_counts=True)
-        known, admitted = self._known(consumed), np.isin(consumed, self.admitted.once)
-        wrong = (times > 1) | ~known | ~admitted
-        trained, filtered = self.trained.steps_of(consumed[wrong]), self.filtered.steps_of(consumed[wrong])
-        for prompt, exists, entered in zip(consumed[wrong].tolist(), known[wrong], admitted[wrong], strict=True):
-            for what, steps in ("trained", trained[prompt]), ("filtered", filtered[prompt]):
+        times = Counter(prompt for entry in self.entries for prompt in chain(entry.trained, entry.filtered))
+        sound = self.admitted & set(self._known(self._consumed))
+        wrong = {prompt: ([], []) for prompt in sorted(times) if times[prompt] > 1 or prompt not in sound}
+        for entry in self.entries if wrong else ():
+            for at, prompts in enumerate((entry.trained, entry.filtered)):
+                for prompt in wrong.keys() & prompts:
+                    wrong[prompt][at].extend([entry.step] * prompts.count(prompt))
+        for prompt, (trained, filtered) in wrong.items():
+            for what, steps in ("trained", trained), ("filtered", filtered):
                 said = f"prompt {_uid(prompt)} was {what}"
                 if len(steps) > 1:
                     self.violations.append(f"{said} {len(steps)} times: in steps {', '.join(map(str, steps))}")
-                if steps and not exists:
+                if steps and not self._known([prompt]):
                     self.violations.append(f"{said}: the training has no such prompt")
-                elif steps and not entered:
+                elif steps and prompt not in self.admitted:
                     self.violations.append(f"{said} and never admitted")
-            if trained[prompt] and filtered[prompt]:
-                both = f"filtered in step {filtered[prompt][0]} and trained in step {trained[prompt][-1]}"
+            if trained and filtered:
+                both = f"filtered in step {filtered[0]} and trained in step {trained[-1]}"
                 self.violations.append(f"prompt {_uid(prompt)} was {both}")
-            self.repeated += len(trained[prompt]) + len(filtered[prompt]) > 1
+            self.repeated += len(trained) + len(filtered) > 1
 
     def _judge_holes(self) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
         if self.drained and not self.sizes.filters:
             return
-        seen = np.concatenate([self.admitted.once, self._consumed])
-        places = self._places(seen[self._known(seen)])
-        skipped = self._prompts(np.setdiff1d(np.arange(places.max(initial=0)), places))
+        places = set(map(self._place, self._known(self.admitted | self._consumed)))
+        skipped = sorted(set(range(max(places, default=0))) - places)
         self.violations += [
-            f"prompt {_uid(prompt)} was lost: later ones were admitted, it was not" for prompt in skipped.tolist()
+            f"prompt {_uid(self._prompt(place))} was lost: later ones were admitted, it was not" for place in skipped
         ]
         self.lost += len(skipped)
 
     def _judge_lost(self) -> None:
         """Check for prompts that should have been consumed by now."""
-        sizes, due = self.sizes, self.admitted.once
+        sizes, due = self.sizes, self.admitted
         in_flight = (1 + sizes.max_staleness) * sizes.batch_groups
         if self.drained:
-            due, in_flight = due if sizes.filters else self._prompts(np.arange(sizes.total)), 0
+            due, in_flight = due if sizes.filters else map(self._prompt, range(sizes.total)), 0
         elif self.complete and self.exhausted:
             # The prompts left at the end of the data do not fill a batch.
-            due, in_flight = self._prompts(np.arange(self.offered)), sizes.batch_groups - 1
-        untrained = np.setdiff1d(due, self._consumed).tolist()
+            due, in_flight = map(self._prompt, range(self.offered)), sizes.batch_groups - 1
+        untrained = sorted(set(due) - self._consumed)
         lost = max(0, len(untrained) - in_flight)
         self.lost += lost
         if lost and self.drained:
@@ -259,22 +236,23 @@ class Audit:
     @property
     def drained(self) -> bool:
         """Whether nothing may be in flight: the training is complete and drains."""
-        kept = len(np.setdiff1d(self.admitted.once, self.filtered.once))
+        kept = len(self.admitted - self.filtered)
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
-    def _prompts(self, places: np.ndarray) -> np.ndarray:
-        """The prompts at ``places`` of the whole training."""
+    def _prompt(self, place: int) -> int:
+        """The prompt at ``place`` of the whole training."""
+        epoch, position = divmod(place, self.sizes.epoch_prompts)
+        return epoch * _POSITIONS + position
+
+    def _place(self, prompt: int) -> int:
+        """The inverse of ``_prompt``."""
+        return prompt // _POSITIONS * self.sizes.epoch_prompts + prompt % _POSITIONS
+
+    def _known(self, prompts: Iterable[int]) -> list[int]:
+        """Those that the training has."""
         size = self.sizes.epoch_prompts
-        return places // size * _POSITIONS + places % size
-
-    def _places(self, prompts: np.ndarray) -> np.ndarray:
-        """The inverse of ``_prompts``."""
-        return prompts // _POSITIONS * self.sizes.epoch_prompts + prompts % _POSITIONS
-
-    def _known(self, prompts: np.ndarray) -> np.ndarray:
-        """bool [prompt] whether the training has such a prompt"""
-        return (prompts % _POSITIONS < self.sizes.epoch_prompts) & (self._places(prompts) < self.offered)
+        return [each for each in prompts if each % _POSITIONS < size and self._place(each) < self.offered]
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -288,8 +266,8 @@ class Audit:
         """Number of epochs of which every prompt is trained or filtered."""
         size = self.sizes.epoch_prompts
         epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
-        places = self._places(self._consumed[self._known(self._consumed)])
-        return int(np.sum(np.bincount(places // size, minlength=epochs)[:epochs] == size))
+        consumed = Counter(prompt // _POSITIONS for prompt in self._known(self._consumed))
+        return sum(consumed[epoch] == size for epoch in range(epochs))
 
     @property
     def end(self) -> str:
@@ -299,8 +277,7 @@ class Audit:
         return "complete: the data could not fill another batch" if self.exhausted else "complete"
 
     def _in_flight(self) -> str:
-        consumed = self._consumed
-        waiting = [(entry.step, int(np.sum(~np.isin(entry.admitted, consumed)))) for entry in self.entries]
+        waiting = [(entry.step, len(set(entry.admitted) - self._consumed)) for entry in self.entries]
         steps = [step for step, count in waiting if count]
         return f"{sum(count for _, count in waiting)}" + (f", the oldest since step {min(steps)}" if steps else "")
 
@@ -312,8 +289,8 @@ class Audit:
             "training": self.end,
             "steps": max((entry.step for entry in self.entries), default=0),
             "epochs complete": f"{self.complete_epochs} of {sizes.total / sizes.epoch_prompts:g}",
-            "prompts trained": f"{len(self.trained.once)} of {sizes.total}",
-            "prompts filtered": len(self.filtered.once),
+            "prompts trained": f"{len(self.trained)} of {sizes.total}",
+            "prompts filtered": len(self.filtered),
             "prompts in flight": self._in_flight(),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,

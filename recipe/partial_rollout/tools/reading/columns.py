@@ -11,21 +11,9 @@ from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import EngineCall
 
-_KINDS = {
-    "replica": "i4",
-    "start": "f8",
-    "end": "f8",
-    "tokens": "i4",
-    "version": "i4",
-    "resumed_tokens": "i4",
-    "context_tokens": "i4",
-    "queued_s": "f8",
-    "sample": "O",
-    "interrupted": "?",
-    "earlier_tokens": "i4",
-    "waited_s": "f8",
-}
-"""numpy's kind of each field"""
+_KINDS = {str | int: "i4", int: "i4", float: "f8", bool: "?", str: "O"}
+_FIELDS = [(field.name, _KINDS[field.type]) for field in structs.fields(EngineCall)]
+"""name and numpy's kind of each field"""
 _TINY_S = 1e-9
 """least duration of a call"""
 
@@ -39,9 +27,9 @@ class CallColumns(Collection[EngineCall]):
     """
 
     def __init__(self, calls: Collection[EngineCall] = ()) -> None:
-        self.table = np.empty(len(calls), np.dtype([*_KINDS.items()], align=True))
+        self.table = np.empty(len(calls), np.dtype(_FIELDS, align=True))
         """[call] rows of ``EngineCall``'s fields; the name of a sample is one object for all of its calls"""
-        for name, column in zip(_KINDS, zip(*map(structs.astuple, calls), strict=True), strict=False):
+        for (name, _), column in zip(_FIELDS, zip(*map(structs.astuple, calls), strict=True), strict=False):
             self.table[name] = list(map(sys.intern, column)) if name == "sample" else column
 
     @classmethod
