@@ -125,7 +125,8 @@ async def test_batch_has_verls_timings_of_its_samples(output):
     manager = object.__new__(PartialRolloutAgentLoopManager)
     rollout = SimpleNamespace(n=2, prompt_length=6, response_length=8)
     manager.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    manager.driver, manager._pad_id = SimpleNamespace(next_batch=AsyncMock(return_value=taken)), 0
+    manager.session = SimpleNamespace(driver=SimpleNamespace(next_batch=AsyncMock(return_value=taken)))
+    manager._pad_id = 0
     slots = DataProto.from_dict({}, non_tensors={"uid": np.array(list("aabb"), object)}, meta_info={"global_steps": 1})
     timing = (await manager.generate_sequences(slots)).meta_info["timing"]
     assert timing["agent_loop/tool_calls/max"] == 1 and timing["agent_loop/slowest/response_length"] == 3

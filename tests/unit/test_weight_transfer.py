@@ -125,7 +125,9 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
     control.announce_restarted = nothing
-    settings = SimpleNamespace(separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s))
+    settings = SimpleNamespace(
+        separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s), enable=pr
+    )
     session = SimpleNamespace(
         settings=settings,
         control=control,
@@ -133,12 +135,13 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
         source=versions.source,
         steps=SimpleNamespace(last=99),
         figures={},
+        trains=True,
     )
     session.note_phase = partial(RunSession.note_phase, session)
-    driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
+    session.driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
-    manager = RecipeCheckpointManager(verls, session, driver if pr else None)
+    manager = RecipeCheckpointManager(verls, session)
     return SimpleNamespace(
         manager=manager, transfer=manager._transfer, control=control, replicas=replicas, trainers=trainers, log=log
     )

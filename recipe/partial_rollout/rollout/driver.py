@@ -90,8 +90,6 @@ class Driver:
         """what it began with"""
         self._batch: StepBatch | None = None
         """with the trainer, until ``finish_step``"""
-        self._step = 0
-        """whose batch was taken last"""
         self._since = 0.0
         """when the last batch was taken, or the engines first ran (unix seconds)"""
 
@@ -216,7 +214,7 @@ class Driver:
         groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
-        self._batch, self._step, self._since = batch, step, taken_at
+        self._batch, self._since = batch, taken_at
         if self._stops and self._goes_on(step):
             await self._take_prompts(ready.wanted)
             self._begin_version(step)
@@ -312,7 +310,8 @@ class Driver:
         finally:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
-            self._session.log.add(Phase("flush", self._step, began, time.time()))
+            # Of the step that was trained last.
+            self._session.log.add(Phase("flush", self._version + 1, began, time.time()))
 
     async def load(self, path: Path, step: int) -> None:
         """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""

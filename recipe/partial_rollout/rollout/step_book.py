@@ -55,22 +55,21 @@ class StepBatch:
             raise RolloutFailedError(f"the data ran out with {len(self.groups)} groups ready; a batch needs {size}")
         outputs = [output for group in self.groups for output in group.outputs]
         errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
-        check_masked(errors, len(outputs), max_masked_fraction)
+        tell_failed(errors, len(outputs), max_masked_fraction)
 
 
-def check_masked(errors: Sequence[str], samples: int, max_masked_fraction: float, what: str = "batch") -> None:
-    """Raise ``RolloutFailedError``, naming one, if too many of a batch's ``samples`` failed for good, with ``errors``."""
+def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool = False) -> None:
+    """Name one of a batch's ``samples`` that failed for good, with ``errors``, if there are any.
+
+    Raises:
+        RolloutFailedError: they are too many.
+    """
+    what, fate = ("validation", "count in no mean") if validate else ("batch", "are masked")
     if len(errors) > max_masked_fraction * samples:
         raise RolloutFailedError(
             f"{len(errors)} of the {samples} samples of a {what} failed for good, more than "
             f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {errors[0]}"
         )
-
-
-def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool) -> None:
-    """``check_masked``; of those that are not too many a warning names the last."""
-    what, fate = ("validation", "count in no mean") if validate else ("batch", "are masked")
-    check_masked(errors, samples, max_masked_fraction, what)
     if errors:
         print(f"warning: {len(errors)} of the {samples} samples of a {what} {fate}; one of them: {errors[-1]}")
 

@@ -169,7 +169,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
-    driver: Driver
 
     def connect(self, session: RunSession, pad_id: int) -> None:
         """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
@@ -181,7 +180,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         train_groups = session.steps.last * settings.batch_groups if bounded else None
         manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
         guard = Guard(session, manager, self.agent_loop_workers, self._spawn)
-        self.driver = Driver(session, manager, store, guard, self.llm_client._load_balancer)
+        session.driver = Driver(session, manager, store, guard, self.llm_client._load_balancer)
         auto_await(guard.start)()
 
     def _spawn(self) -> Any:
@@ -194,10 +193,10 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
-            await self.driver.before_validation()
+            await self.session.driver.before_validation()
             output = await super().generate_sequences(prompts)
             return output
-        groups = await self.driver.next_batch(int(prompts.meta_info["global_steps"]))
+        groups = await self.session.driver.next_batch(int(prompts.meta_info["global_steps"]))
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
@@ -233,14 +232,9 @@ def _padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: torch.dt
 def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_length: int, pad_id: int) -> TensorDict:
     prompts = _padded([o.prompt_ids for o in outputs], prompt_length, pad_id, torch.int64, left=True)
     responses = _padded([o.response_ids for o in outputs], response_length, pad_id, torch.int64, left=False)
-    ones = np.ones(max(prompt_length, response_length), dtype=np.int64)
-    attention_mask = torch.cat(
-        [
-            _padded([ones[: len(o.prompt_ids)] for o in outputs], prompt_length, 0, torch.int64, left=True),
-            _padded([ones[: o.response_length] for o in outputs], response_length, 0, torch.int64, left=False),
-        ],
-        dim=1,
-    )
+    sizes = torch.tensor([(len(o.prompt_ids), o.response_length) for o in outputs])
+    in_prompt = torch.arange(prompt_length, 0, -1) <= sizes[:, :1]
+    attention_mask = torch.cat([in_prompt, torch.arange(response_length) < sizes[:, 1:]], dim=1).long()
     fields = {
         "prompts": prompts,
         "responses": responses,

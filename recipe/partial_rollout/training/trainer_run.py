@@ -81,14 +81,7 @@ class TrainerRun:
             self.send_loss()
         self._open_session()
         rollout.connect(self.session, self.tokenizer.pad_token_id)
-        if self.settings.enable:
-            self.session.driver = rollout.driver
-        self.checkpoint_manager = RecipeCheckpointManager(
-            self.checkpoint_manager,
-            self.session,
-            # A validation alone starts no version: the engines load the weights as under noPR.
-            driver=self.session.driver if self.settings.enable and self.session.trains else None,
-        )
+        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, self.session)
 
     def _open_session(self) -> None:
         """Find the slots of the replicas that verl has made, and open the run's records."""

@@ -31,7 +31,6 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.records.run_log import Phase
-from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
 
@@ -209,13 +208,14 @@ class RecipeCheckpointManager:
     Args:
         verls: the checkpoint manager that verl made.
         session: of the run.
-        driver: None under noPR.
     """
 
-    def __init__(self, verls: CheckpointEngineManager, session: RunSession, driver: Driver | None) -> None:
+    def __init__(self, verls: CheckpointEngineManager, session: RunSession) -> None:
         self._verls = verls
         self._transfer = transfer_of(verls, session.settings.deadlines.weight_sync_s)
-        self._session, self._driver = session, driver
+        self._session = session
+        # A validation alone starts no version: the engines load the weights as under noPR.
+        self._driver = session.driver if session.settings.enable and session.trains else None
         self._version = 0
         """sent last"""
 
