@@ -11,7 +11,13 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.training.agent_loop_manager import PartialRolloutAgentLoopManager, assemble_batch
+from recipe.partial_rollout.records.run_log import RolloutPhase
+from recipe.partial_rollout.training.agent_loop_manager import (
+    ObservedAgentLoopManager,
+    PartialRolloutAgentLoopManager,
+    assemble_batch,
+)
+from tests.unit.shared import settings_of
 
 
 def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):
@@ -130,3 +136,19 @@ async def test_batch_has_verls_timings_of_its_samples(output):
     slots = DataProto.from_dict({}, non_tensors={"uid": np.array(list("aabb"), object)}, meta_info={"global_steps": 1})
     timing = (await manager.generate_sequences(slots)).meta_info["timing"]
     assert timing["agent_loop/tool_calls/max"] == 1 and timing["agent_loop/slowest/response_length"] == 3
+
+
+@pytest.mark.parametrize(
+    "columns", [{"raw_prompt": ["a"], "index": 1}, {"raw_prompt": ["a"]}, {"index": 1}, {"mine": 1}]
+)
+def test_round_of_nopr_is_noted_whatever_columns_the_users_dataset_has(columns):
+    named = {key: np.array([value, None], dtype=object)[[0, 0]] for key, value in columns.items()}
+    tensors = {key: torch.ones(2, 4, dtype=torch.long) for key in ("attention_mask", "prompts", "response_mask")}
+    batch = DataProto.from_dict(tensors, non_tensors=named, meta_info={"global_steps": 1})
+    manager, rounds = object.__new__(ObservedAgentLoopManager), []
+    log, steps = SimpleNamespace(round=rounds.append), SimpleNamespace(per_epoch=1)
+    manager.session = SimpleNamespace(
+        settings=settings_of(batch=2), steps=steps, log=log, full_concurrency=2, device_metrics=lambda phase: {}
+    )
+    manager._note(RolloutPhase(0.0, 1.0, ()), batch, batch)
+    assert len(rounds) == 1 and len({group.prompt for group in rounds[0].trained}) == 1

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.stop import EndNow, StopSignals, StopTraining
 from recipe.partial_rollout.waits import wait
 
 
@@ -60,7 +60,7 @@ async def test_wait_ends_with_the_signal():
 LOADING = """
 import time
 from torchdata.stateful_dataloader import StatefulDataLoader
-from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.stop import EndNow, StopSignals, StopTraining
 
 loader = StatefulDataLoader(list(range(99)), batch_size=1, num_workers=1)
 stop = StopSignals()
@@ -94,42 +94,16 @@ def test_signal_to_the_whole_process_group_does_not_fail_the_save_when_the_loade
     assert process.returncode == 0 and output == "saved True\n", errors[-2000:]
 
 
-STARTING = """
-import signal, sys, time
-from recipe.partial_rollout import main_ppo
-
-def run(config):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as ray.init does
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("starting", flush=True)
+def test_handlers_of_libraries_and_a_hangup_under_nohup_change_nothing_while_a_run_starts():
+    """``tests/integration/test_stop.py`` has Ray's own handlers, and the one line."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        time.sleep(60)
-    except Exception:
-        print("swallowed")
-
-main_ppo.run = run
-sys.argv[1:] = ["--config-name", "quickstart_cpu", *sys.argv[1:]]
-main_ppo.main()
-"""
-
-
-def test_signal_while_the_engines_start_ends_the_run_in_one_line_whatever_handlers_libraries_set_and_nohup_is_obeyed():
-    """``tests/integration/test_stop.py`` has the other signals, and Ray's own handlers."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", STARTING],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "starting\n"
-        for number in (signal.SIGHUP, signal.SIGINT):
-            process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        with pytest.raises(EndNow, match="SIGINT"), StopSignals().in_force():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
-        process.kill()
-    assert (process.returncode, errors) == (130, "training stopped by SIGINT\n")
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("starts", [True, False])

@@ -88,7 +88,7 @@ async def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_the
             await asyncio.sleep(seconds)
 
     async def loop():
-        for _ in range(3):
+        for _ in range(2):
             await asyncio.gather(wait(0.01), wait(0.6))
             await asyncio.sleep(0.1)
         return "done"
