@@ -9,7 +9,6 @@ from datasets import load_dataset
 from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.tasks.answers import compute_score
-from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.data.command import main
 from recipe.partial_rollout.tools.data.named import DATA_SETS
 from tests.unit.runs import write_lines
@@ -44,9 +43,8 @@ def rows_of(path):
 
 
 def test_gsm8k_rows_have_verls_schema(tmp_path, capsys):
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    assert main(["gsm8k", "--out", str(tmp_path), "--from", str(SAMPLE), "--tokenizer", str(tmp_path / "model")]) == 0
-    assert "median tokens" in capsys.readouterr().out
+    assert convert("gsm8k", tmp_path, SAMPLE) == 0
+    assert "median characters" in capsys.readouterr().out
     train, test = (rows_of(tmp_path / "gsm8k" / f"{split}.parquet") for split in ("train", "test"))
     assert (len(train), len(test)) == (16, 4)
     assert set(train[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}

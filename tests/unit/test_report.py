@@ -279,15 +279,6 @@ def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
         load_run(build_run(tmp_path / "b", metrics={1: None, 2: {"val-core/acc": 0.5}}))
 
 
-@pytest.mark.parametrize(("gen_s", "warned"), [(10.4, False), (13.0, True)])
-def test_timer_of_verl_that_disagrees_with_the_rounds_is_warned_of(tmp_path, gen_s, warned):
-    timed = {step: {"timing_s/step": 20.0, "timing_s/gen": gen_s} for step in (1, 2)}
-    said = load_run(build_run(tmp_path / "a", metrics=timed)).warnings
-    assert (
-        any("timing_s/gen adds up to 26.0 s but the rounds of run.jsonl to 20.0 s" in each for each in said) == warned
-    )
-
-
 def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
     first, again = default_rounds(steps=3), default_rounds(steps=3)[1:]
     for r in again:

@@ -8,8 +8,8 @@ from recipe.partial_rollout.config.settings import SchedulingPolicy
 from recipe.partial_rollout.tools.planner.rounds import Forecast, smallest_worthwhile
 from recipe.partial_rollout.tools.table import Table
 
-TESTED: dict[str, float] = {SchedulingPolicy.BOUNDED: 1.5}
-"""largest overlap by policy that several pairs of runs have (docs/learning.md); what is beyond it is never recommended"""
+TESTED_OVERLAP = 1.5
+"""largest that several pairs of runs have, all under the policy ``bounded`` (docs/learning.md): no other is recommended"""
 TESTED_BOUND = 8
 """largest ``max_staleness`` of them"""
 MIN_GAIN = 0.05
@@ -45,7 +45,6 @@ def plan_table(plans: list[Option]) -> Table:
         ("round s", lambda plan: f"{plan.forecast.round_s:.1f}"),
         ("tokens/s", lambda plan: f"{plan.forecast.trained_tokens_per_s:,.0f}"),
         ("x noPR", over_base),
-        ("efficiency", lambda plan: f"{plan.forecast.efficiency:.2f}"),
         ("staleness", lambda plan: f"{plan.forecast.staleness_mean:.2f}"),
         ("p95", lambda plan: f"{plan.forecast.staleness_p95:.0f}"),
         ("max", lambda plan: f"{plan.forecast.staleness_max}"),
@@ -56,17 +55,8 @@ def plan_table(plans: list[Option]) -> Table:
     return Table.of("Forecast of the rollout", plans, columns)
 
 
-def _of_default_policy(options: list[Option]) -> list[Option]:
-    """Those of ``options``, at least one, with the default policy and limit on overtaking, or else with the first ones."""
-    policies = [plan.policy for plan in options]
-    policy = str(SchedulingPolicy.BOUNDED) if SchedulingPolicy.BOUNDED in policies else policies[0]
-    limits = [plan.overtake for plan in options if plan.policy == policy]
-    overtake = None if None in limits else limits[0]
-    return [plan for plan in options if (plan.policy, plan.overtake) == (policy, overtake)]
-
-
 def advice(plans: list[Option], bound: int) -> str:
-    """The recommendation, for the default policy and its default limit on overtaking, or the first ones planned.
+    """The recommendation, for the default limit on overtaking, or the first one planned.
 
     Args:
         bound: ``max_staleness``.
@@ -74,12 +64,14 @@ def advice(plans: list[Option], bound: int) -> str:
     base = plans[0].forecast.trained_tokens_per_s
     if bound > TESTED_BOUND:
         return f"nothing to recommend: learning was tested up to max_staleness={TESTED_BOUND} (docs/learning.md)"
-    options = [plan for plan in plans[1:] if plan.overlap <= TESTED.get(plan.policy, 0)]
+    policy = SchedulingPolicy.BOUNDED
+    options = [plan for plan in plans[1:] if plan.policy == policy and plan.overlap <= TESTED_OVERLAP]
     if not options:
-        tested = ", ".join(f"{policy} up to {overlap:g}" for policy, overlap in TESTED.items())
+        tested = f"{policy} up to {TESTED_OVERLAP:g}"
         return f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested ({tested})"
-    rows = {plan.overlap: plan for plan in _of_default_policy(options)}
-    policy, overtake = next((plan.policy, plan.overtake) for plan in rows.values())
+    limits = [plan.overtake for plan in options]
+    overtake = None if None in limits else limits[0]
+    rows = {plan.overlap: plan for plan in options if plan.overtake == overtake}
     speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
     overlap = smallest_worthwhile(speeds, MIN_GAIN)
     if overlap not in rows:

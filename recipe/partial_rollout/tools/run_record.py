@@ -49,10 +49,6 @@ def read_metrics(path: Path, warnings: list[str]) -> list[StepMetrics]:
     return found
 
 
-CLOCK_TOLERANCE = 0.05
-"""verl's rollout timer and the rounds may differ by this share before the report warns"""
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One training step: its round and what verl logged for it."""
@@ -162,12 +158,6 @@ def load_run(directory: Path) -> RunRecord:
     for line in read_metrics(directory / METRICS, warnings):
         metrics.setdefault(line.step, {}).update(line.values)
     steps = _join(directory, rounds.standing(), metrics, warnings, separate=settings.separate)
-    timer, traced = sum(step.seconds("gen") for step in steps), sum(step.round.phase.seconds for step in steps)
-    # With separate placement verl's timer is the trainer's wait, and the rounds cover the run.
-    if not settings.separate and abs(timer - traced) > CLOCK_TOLERANCE * max(timer, traced):
-        warnings.append(
-            f"{directory}: timing_s/gen adds up to {timer:,.1f} s but the rounds of run.jsonl to {traced:,.1f} s"
-        )
     return RunRecord(str(directory), settings, complete, steps, phases, warnings)
 
 

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from recipe.partial_rollout.tools.command_line import described
 from recipe.partial_rollout.tools.data.made import MADE, add_options, write_made
 from recipe.partial_rollout.tools.data.named import DATA_SETS, DataSet, NamedProblem
-from recipe.partial_rollout.tools.data.raw_files import DataError, count_rows, download, files_of, rows_of, write_rows
+from recipe.partial_rollout.tools.data.raw_files import DataError, download, files_of, rows_of, write_rows
 from recipe.partial_rollout.tools.table import Table
 
 _QUANTILES = (0.5, 0.95, 1.0)
@@ -26,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
             "data",
             "Write data sets in verl's schema, each prompt once, for the recipes in run_scripts.",
             "gsm8k --out data",
-            "dapo_math17k aime24 --out data --tokenizer models/Qwen3-4B",
+            "dapo_math17k aime24 --out data",
             "gsm8k --out data --from downloads/gsm8k",
             "deepscaler aime24 aime25 amc23 math500 --out data",
             """reasoning_gym --task chain_sum --config '{"max_digits": 2}' --out data""",
@@ -44,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="place", type=Path, metavar="LOCAL", help="raw file, or folder of raw files; one NAME only"
     )
     add_options(parser.add_argument_group(f"problems of {MADE}, made here"))
-    parser.add_argument("--tokenizer", metavar="MODEL", help="also count tokens, with this model's chat template")
     return parser
 
 
@@ -58,9 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise DataError(f"--from={options.place}: not with {MADE}, whose problems are made here")
         if options.place and not options.place.exists():
             raise DataError(f"--from={options.place}: an existing file or folder")
-        tokenizer = _tokenizer(options.tokenizer) if options.tokenizer else None
         rows = [
-            _summary(path, problems, repeats, tokenizer)
+            _summary(path, problems, repeats)
             for name in options.names
             for path, problems, repeats in (
                 write_made(options) if name == MADE else write(name, options.out, options.place)
@@ -69,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(_table(rows, tokens=tokenizer is not None).console())
+    print(_table(rows).console())
     return 0
 
 
@@ -100,7 +97,7 @@ def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[NamedPro
     """
     found: dict[str, NamedProblem] = {}
     seen = 0
-    for row in tqdm(rows_of(files), total=count_rows(files), desc=data_set.repository, unit=" rows", leave=False):
+    for row in tqdm(rows_of(files), desc=data_set.repository, unit=" rows", leave=False):
         problem = data_set.problem_of(row, seen)
         found.setdefault(problem.content, problem)
         seen += 1
@@ -109,35 +106,11 @@ def unique_problems(data_set: DataSet, files: list[Path]) -> tuple[list[NamedPro
     return list(found.values()), seen - len(found)
 
 
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
-        raise DataError(
-            f"--tokenizer={model}: a local model folder, or a model of the hub (`hf download {model}`): {why}"
-        ) from error
-
-
-def _summary(path: Path, problems: list[NamedProblem], repeats: int, tokenizer: Any) -> list[str]:
-    cells = [str(path), f"{len(problems):,}", f"{repeats:,}", *_quantiles([len(each.content) for each in problems])]
-    if tokenizer is None:
-        return cells
-    texts = tokenizer.apply_chat_template(
-        [each.prompt for each in problems], add_generation_prompt=True, tokenize=False
-    )
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [*cells, *_quantiles([len(each) for each in ids])]
-
-
-def _quantiles(lengths: list[int]) -> list[str]:
-    return [f"{round(value):,}" for value in np.quantile(lengths, _QUANTILES)]
-
-
-def _table(rows: list[list[str]], *, tokens: bool) -> Table:
-    units = ["characters", *(["tokens"] if tokens else [])]
-    header = ["file", "prompts", "repeats left out"]
-    header += [f"{name} {unit}" for unit in units for name in ("median", "p95", "longest")]
+def _table(rows: list[list[str]]) -> Table:
+    header = ["file", "prompts", "repeats left out", "median characters", "p95 characters", "longest characters"]
     return Table("Written", header, rows)
+
+
+def _summary(path: Path, problems: list[NamedProblem], repeats: int) -> list[str]:
+    lengths = np.quantile([len(each.content) for each in problems], _QUANTILES)
+    return [str(path), f"{len(problems):,}", f"{repeats:,}", *(f"{round(value):,}" for value in lengths)]

@@ -65,17 +65,6 @@ def files_of(place: Path, split: str, folder: str | None = None) -> list[Path]:
     return named
 
 
-def count_rows(files: list[Path]) -> int | None:
-    """Rows in all, where the files tell without being read; None otherwise."""
-    if any(path.suffix != ".parquet" for path in files):
-        return None
-    try:
-        return sum(pq.ParquetFile(path).metadata.num_rows for path in files)
-    except (ValueError, OSError):
-        # ``rows_of`` says which.
-        return None
-
-
 def rows_of(files: list[Path]) -> Iterator[Row]:
     """The rows in order.
 

@@ -82,11 +82,6 @@ class LengthTrace:
     def mean(self) -> float:
         return float(self.groups.mean())
 
-    @property
-    def mean_context(self) -> float:
-        """Mean context of a sample over its decoding steps, in tokens, if all samples decode without a pause."""
-        return self.prompt_tokens + float((self.groups.astype(float) ** 2).sum() / (2 * self.groups.sum()))
-
     def draw(self, seed: int) -> Iterator[int]:
         """Indices of groups drawn with replacement, for ever."""
         rng = np.random.default_rng(seed)

@@ -178,8 +178,6 @@ class Forecast:
     round_s: float
     """mean"""
     trained_tokens_per_s: float
-    efficiency: float
-    """``trained_tokens_per_s`` over the tokens/s of replicas that a whole batch keeps full"""
     staleness_mean: float
     """versions, over trained samples"""
     staleness_p95: float
@@ -212,7 +210,6 @@ def forecast(
     return Forecast(
         round_s=seconds / len(steady),
         trained_tokens_per_s=tokens / seconds,
-        efficiency=tokens / seconds / cluster.full_tokens_per_s(settings.batch_samples, lengths.mean_context),
         staleness_mean=staleness.mean,
         staleness_p95=staleness.p95,
         staleness_max=max(int(r.staleness.max()) for r in played),
