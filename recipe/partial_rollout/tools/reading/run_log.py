@@ -20,8 +20,6 @@ from recipe.partial_rollout.records.run_log import (
     NAME,
     EngineCall,
     Event,
-    Phase,
-    RolloutPhase,
     Round,
     RunSettings,
 )
@@ -41,44 +39,27 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
     Raises:
         RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
     """
-    path, settings = run_dir / NAME, None
+    path, begun = run_dir / NAME, False
     if not path.exists() and (run_dir / "run.json").exists():
         raise RunRecordError(f"{run_dir}: an earlier version of the recipe wrote it (run.json); this one reads {NAME}")
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
-        if isinstance(event, RunSettings):
-            settings = event
-        elif settings is None:
+        begun |= isinstance(event, RunSettings)
+        if not begun:
             raise RunRecordError(f"{place}: the first event should be that of a process, 'run'")
-        elif isinstance(event, Round):
-            _check_span(event.phase, place)
-            event = structs.replace(event, phase=structs.replace(event.phase, calls=_columns(event, settings, place)))
-        elif isinstance(event, Phase):
-            _check_span(event, place)
+        if isinstance(event, Round):
+            event = structs.replace(event, phase=structs.replace(event.phase, calls=_columns(event, place)))
         yield event
-    if settings is None:
+    if not begun:
         raise RunRecordError(f"{path} has no event")
 
 
-def _columns(round_: Round, settings: RunSettings, place: str) -> CallColumns:
+def _columns(round_: Round, place: str) -> CallColumns:
     try:
-        calls = CallColumns(round_.phase.calls)
+        return CallColumns(round_.phase.calls)
     except (ValueError, OverflowError) as error:
         raise RunRecordError(
             f"{place}: a call has a replica without an index, or a figure beyond 32 bits ({error})"
         ) from None
-    replica, start, end = (calls.column(name) for name in ("replica", "start", "end"))
-    if calls and not 0 <= replica.min() <= replica.max() < settings.replicas:
-        wrong = replica[(replica < 0) | (replica >= settings.replicas)][0]
-        raise RunRecordError(f"{place}: a call names replica {wrong}, of {settings.replicas} replicas")
-    if (backwards := end < start).any():
-        at = int(backwards.argmax())
-        raise RunRecordError(f"{place}: a call ends ({end[at]}) before it starts ({start[at]})")
-    return calls
-
-
-def _check_span(span: RolloutPhase | Phase, place: str) -> None:
-    if span.end < span.start:
-        raise RunRecordError(f"{place}: it ends ({span.end}) before it starts ({span.start})")
 
 
 def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneType) -> Iterator[tuple[str, Any]]:
