@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,25 +24,18 @@ SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_r
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the runs."""
+    """One of the runs, and how it compares to the base."""
 
     name: str
     """Its arm, or what its directory has in no other run's; see `names_of`."""
     run: RunRecord
     summary: SimpleNamespace
     """Its figures; see `FIGURES`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contrast:
-    """A run against the base."""
-
-    side: Side
-    ratios: dict[str, float | None]
-    """The run's figure over the base's, by the figure's name."""
-    ranges: dict[str, tuple[float, float]]
+    ratios: dict[str, float | None] = field(default_factory=dict)
+    """Its figure over the base's, by the figure's name."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of eight steps or more."""
-    differences: list[str]
+    differences: list[str] = field(default_factory=list)
     """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
 
 
@@ -51,14 +44,14 @@ class Comparison:
     """Any number of runs, at least one."""
 
     base: Side
-    others: tuple[Contrast, ...]
+    others: list[Side]
     unlike: list[str]
     """In words: settings in which a run differs from the base."""
     warnings: list[str]
 
     @property
-    def sides(self) -> tuple[Side, ...]:
-        return self.base, *(contrast.side for contrast in self.others)
+    def sides(self) -> list[Side]:
+        return [self.base, *self.others]
 
     @property
     def separate(self) -> bool:
@@ -72,13 +65,17 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     runs = [base_run, *(run for run in runs if run is not base_run)]
     sides = [Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True)]
     base, *others = sides
-    contrasts = tuple(
-        Contrast(side, _ratios(base.summary, side.summary), _ranges(base, side), _differences(base, side))
-        for side in others
-    )
     return Comparison(
         base=base,
-        others=contrasts,
+        others=[
+            replace(
+                side,
+                ratios=_ratios(base.summary, side.summary),
+                ranges=_ranges(base, side),
+                differences=_differences(base, side),
+            )
+            for side in others
+        ],
         unlike=[line for side in others for line in _unlike_settings(base, side)],
         warnings=[
             *(warning for run in runs for warning in run.warnings),
@@ -206,12 +203,8 @@ def as_json(comparison: Comparison) -> dict[str, object]:
         },
         "base": comparison.base.name,
         "against_base": {
-            contrast.side.name: {
-                "ratios": contrast.ratios,
-                "ranges": contrast.ranges,
-                "differences": contrast.differences,
-            }
-            for contrast in comparison.others
+            side.name: {"ratios": side.ratios, "ranges": side.ranges, "differences": side.differences}
+            for side in comparison.others
         },
         "unlike": comparison.unlike,
         "warnings": comparison.warnings,

@@ -1,7 +1,7 @@
 """What the figures say, in a few sentences; every sentence is computed."""
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.comparison import Comparison, Contrast, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.summary import ratio
 
 
@@ -14,7 +14,7 @@ def headline(comparison: Comparison, *, ranges: bool = False) -> list[str]:
     if not comparison.others:
         return [_alone(comparison.base)]
     by_wall = comparison.separate
-    return [_against(comparison.base, contrast, by_wall=by_wall, ranges=ranges) for contrast in comparison.others]
+    return [_against(comparison.base, other, by_wall=by_wall, ranges=ranges) for other in comparison.others]
 
 
 def _alone(side: Side) -> str:
@@ -27,16 +27,16 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(base: Side, contrast: Contrast, *, by_wall: bool, ranges: bool) -> str:
-    other, ratios = contrast.side, contrast.ratios
+def _against(base: Side, other: Side, *, by_wall: bool, ranges: bool) -> str:
+    ratios = other.ratios
 
     def spread(name: str) -> str:
-        if not ranges or name not in contrast.ranges:
+        if not ranges or name not in other.ranges:
             return ""
-        low, high = contrast.ranges[name]
+        low, high = other.ranges[name]
         return f" ({low:.2f} to {high:.2f} by quarters of the run)"
 
-    work = f"The same {other.summary.trained_groups:,} groups" if not contrast.differences else "Not equal work"
+    work = f"The same {other.summary.trained_groups:,} groups" if not other.differences else "Not equal work"
     if by_wall:
         return (
             f"{work}: per trained token, {other.name} took {_part(ratios['wall_s_per_trained_token'])} "
@@ -57,11 +57,7 @@ def cautions(comparison: Comparison) -> list[str]:
             for side in comparison.sides
             if not side.run.complete
         ),
-        *(
-            "The work differs: " + "; ".join(contrast.differences)
-            for contrast in comparison.others
-            if contrast.differences
-        ),
+        *("The work differs: " + "; ".join(other.differences) for other in comparison.others if other.differences),
         *(line[0].upper() + line[1:] for line in comparison.unlike),
     ]
 
@@ -76,8 +72,8 @@ def _part(value: float | None) -> str:
 def findings(comparison: Comparison) -> list[str]:
     """The headline, then one or two sentences for each run but the base."""
     lines = [f"{line}." for line in headline(comparison, ranges=True)]
-    for contrast in comparison.others:
-        base, other = comparison.base, contrast.side
+    base = comparison.base
+    for other in comparison.others:
         placements = {side.run.settings.separate for side in (base, other)}
         # Slots and speed in rollout are no match for those of a whole run.
         lines += [_why(base, other)] if len(placements) == 1 else []
