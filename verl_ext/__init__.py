@@ -2,7 +2,5 @@
 
 ``plugin`` (entry point ``verl.plugins``) and ``vllm_plugin`` (``vllm.general_plugins``) list the patches, and load those of
 the CPU only where ``VERL_PLATFORM=cpu``. Every patch names the versions it is tested on and refuses any other (``guard``).
-``check`` ends the set-up, and says which attention models can be built with.
-
 ``command`` is the console script. It lies here because another package can hide what is in ``recipe``.
 """

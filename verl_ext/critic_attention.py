@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from verl_ext.check import FLASH
+from verl_ext.packed_attention import FLASH
 
 
 def patch(module: Any) -> None:

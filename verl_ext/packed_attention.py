@@ -4,11 +4,16 @@ verl packs a micro-batch's sequences into one row (``use_remove_padding=True``),
 masks them from each other: a mask of the row's tokens squared, 1 GiB for 32k. Here each sequence attends within itself:
 on CUDA in torch's kernel for rows of several sequences (``varlen_attn``; half precision), elsewhere one sequence after
 another. It may go when transformers' ``sdpa`` does so.
+
+verl asks transformers for flash-attn unless told otherwise. No extra of this project brings it: it is compiled against the
+machine's own torch and CUDA.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,6 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "packed"
 """``attn_implementation`` of a model that is trained so"""
+FLASH = "flash_attention_2"
+"""verl's default"""
+PADDED = "sdpa"
+"""torch's own attention, where nothing is packed"""
+INSTALL = "pip install flash-attn --no-build-isolation"
+"""it compiles for long; docs/gpu.md has the wheel that verl takes for the ``gpu`` extra"""
 _REMEDY = "set override_config.attn_implementation=sdpa and use_remove_padding=False"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """torch 2.11's takes fewer heads of keys without being told"""
@@ -101,3 +112,18 @@ def attend(
 def register(module: Any) -> None:
     """Make it known to transformers (``module``: ``transformers.modeling_utils``)."""
     module.AttentionInterface.register(NAME, attend)
+
+
+def flash_attn_problem() -> str | None:
+    """Why flash-attn cannot be used here, or None."""
+    try:
+        # By its distribution: others bring modules of the same name.
+        version("flash-attn")
+    except PackageNotFoundError:
+        return "flash-attn is not installed"
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:
+        # A build for another torch fails with whatever its loader says.
+        return f"flash-attn does not import ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return None

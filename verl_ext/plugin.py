@@ -1,8 +1,8 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process. It lists what is patched.
 
 What every platform needs is always patched; the platform ``cpu`` and its patches are there only where the user asked for
-them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on; ``verl_ext.check`` and the
-recipe's start-up both look at the result.
+them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on; ``partial-rollout check``
+and the recipe's start-up both look at the result.
 """
 
 import os

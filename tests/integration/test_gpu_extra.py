@@ -38,5 +38,5 @@ def test_lock_file_is_a_solution_and_has_nothing_else(python):
     """``setup.sh`` installs it without dependencies, so a package that it lacked would be missing."""
     locked = versions((ROOT / LOCK).read_text())
     assert resolve(python) == locked
-    # vLLM brings kernels of its own; verl's default attention is another package (verl_ext/check.py).
+    # vLLM brings kernels of its own; verl's default attention is another package (verl_ext/packed_attention.py).
     assert "flash-attn" not in locked

@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.training.trainer_config import choose_attention
-from verl_ext import check
+from verl_ext import packed_attention
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 LOG_PROBS = "log-probs of the trainer: float32, in chunks\n"
@@ -19,7 +20,7 @@ def choose(monkeypatch, composed_config):
     """The resolved config of a GPU run after the choice, with flash-attn there or not."""
 
     def build(*overrides, problem="flash-attn is not installed", name="ppo_partial_rollout"):
-        monkeypatch.setattr(check, "flash_attn_problem", lambda: problem)
+        monkeypatch.setattr(packed_attention, "flash_attn_problem", lambda: problem)
         config = composed_config(name, "actor_rollout_ref.actor.strategy=fsdp2", *overrides)
         choose_attention(config)
         OmegaConf.resolve(config)
@@ -83,20 +84,23 @@ def test_what_needs_flash_attn_is_refused_without_it(choose):
 
 def test_set_up_check_builds_a_model_with_the_attention_that_it_would_choose(monkeypatch):
     """The day that verl's default can be built without flash-attn, choosing is no longer needed."""
-    if check.flash_attn_problem() is None:
+    if packed_attention.flash_attn_problem() is None:
         pytest.skip("flash-attn is installed here")
-    assert check.attention_failure(flash_runs=True) is None
-    monkeypatch.setattr(check, "flash_attn_problem", lambda: None)
-    failure = check.attention_failure(flash_runs=True)
+    assert machine.attention_failure(flash_runs=True) is None
+    monkeypatch.setattr(packed_attention, "flash_attn_problem", lambda: None)
+    failure = machine.attention_failure(flash_runs=True)
     assert failure.startswith("no model can be built with attn_implementation=flash_attention_2: ImportError")
-    assert check.attention_failure(flash_runs=False) is None
+    assert machine.attention_failure(flash_runs=False) is None
 
 
 def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):
-    monkeypatch.setattr(check, "version", lambda package: "2.8.3")
+    monkeypatch.setattr(packed_attention, "version", lambda package: "2.8.3")
 
     def broken(name):
         raise ImportError("undefined symbol: _ZN3c104cuda\nand more")
 
-    monkeypatch.setattr(check.importlib, "import_module", broken)
-    assert check.flash_attn_problem() == "flash-attn does not import (ImportError: undefined symbol: _ZN3c104cuda)"
+    monkeypatch.setattr(packed_attention.importlib, "import_module", broken)
+    assert (
+        packed_attention.flash_attn_problem()
+        == "flash-attn does not import (ImportError: undefined symbol: _ZN3c104cuda)"
+    )

@@ -339,7 +339,7 @@ def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):
 
 
 def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypatch):
-    monkeypatch.setattr("verl_ext.check.flash_attn_problem", lambda: None)
+    monkeypatch.setattr("verl_ext.packed_attention.flash_attn_problem", lambda: None)
     shared = [
         "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.ulysses_sequence_parallel_size=2",

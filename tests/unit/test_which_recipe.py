@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tools.__main__ import main as tools
-from verl_ext import check, command
+from recipe.partial_rollout.tools.check import machine
+from verl_ext import command
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "recipe" / "partial_rollout"
@@ -117,7 +118,7 @@ def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_
     said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
     with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
-    assert said in check.failure()
+    assert said in machine.failure()
 
 
 @pytest.mark.parametrize(

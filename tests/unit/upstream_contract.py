@@ -166,12 +166,12 @@ verl.workers.config:ActorConfig <- loss facts
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
     has: __init__ sample
 # verl_ext
-verl.plugin.platform.platform_base:PlatformBase <- cpu check
+verl.plugin.platform.platform_base:PlatformBase <- cpu machine
     has: device_name vendor_name device_module is_available is_platform_available current_device device_count
         set_device synchronize manual_seed manual_seed_all set_allocator_settings empty_cache get_device_capability
         communication_backend_name visible_devices_envvar nvtx_range profiler_start profiler_stop ray_resource_name
         ray_noset_envvars is_ipc_supported rollout_env_vars cudart
-verl.workers.engine.fsdp.transformer_impl <- cpu check
+verl.workers.engine.fsdp.transformer_impl <- cpu machine
     has: FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy
 verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- weight_socket
     has: zmq_context
@@ -254,7 +254,7 @@ vllm.engine.arg_utils:EngineArgs <- distribution
         disable_log_stats
 vllm:LLM <- distribution
     calls: generate(prompts, sampling_params, *, use_tqdm)
-vllm.platforms:current_platform <- check
+vllm.platforms:current_platform <- machine
     has: device_type
     calls: is_cpu()
 vllm.model_executor.layers.utils <- cpu

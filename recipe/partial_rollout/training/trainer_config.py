@@ -9,8 +9,8 @@ from verl.trainer.ppo.utils import need_critic
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import Correction
 from recipe.partial_rollout.training.loss import weight_level
-from verl_ext import check, chunked_log_probs
-from verl_ext.packed_attention import NAME
+from verl_ext import chunked_log_probs, packed_attention
+from verl_ext.packed_attention import FLASH, NAME, PADDED
 
 
 def wire_correction(config: DictConfig) -> None:
@@ -41,8 +41,8 @@ def choose_attention(config: DictConfig) -> None:
         # Megatron brings its own.
         return
     print(f"log-probs of the trainer: {chunked_log_probs.in_force()}")
-    problem = check.flash_attn_problem()
-    remedy = f"{problem}: {check.INSTALL}"
+    problem = packed_attention.flash_attn_problem()
+    remedy = f"{problem}: {packed_attention.INSTALL}"
     models: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.model": ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
     }
@@ -55,19 +55,19 @@ def choose_attention(config: DictConfig) -> None:
         packs = config.actor_rollout_ref.model.use_remove_padding and _is_plain(
             OmegaConf.select(config, f"{path}.path")
         )
-        installed = NAME if packs else check.PADDED
-        if problem and asked == check.FLASH:
+        installed = NAME if packs else PADDED
+        if problem and asked == FLASH:
             raise fail(f"{path}.{_ATTENTION}", asked, f"{installed}, or null: {remedy}")
         if problem and asked is None:
             OmegaConf.update(config, f"{path}.{_ATTENTION}", installed, force_add=True)
             OmegaConf.update(config, f"{path}.use_remove_padding", packs, force_add=True)
             fallen.append(f"{path} ({installed})")
         elif asked == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
-            raise fail(f"{path}.{_ATTENTION}", asked, f"{check.PADDED} with {path}.use_remove_padding=False")
-        if problem or asked not in (None, check.FLASH):
+            raise fail(f"{path}.{_ATTENTION}", asked, f"{PADDED} with {path}.use_remove_padding=False")
+        if problem or asked not in (None, FLASH):
             _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_ATTENTION}=null")
     if fallen:
-        print(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {check.FLASH}, {remedy}")
+        print(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {FLASH}, {remedy}")
 
 
 def _is_plain(path: str) -> bool:
@@ -84,4 +84,4 @@ def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], r
     for engine in engines:
         for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
             if (size := OmegaConf.select(config, key) or 1) > 1:
-                raise fail(key, size, f"1 with any attention but {check.FLASH} ({remedy})")
+                raise fail(key, size, f"1 with any attention but {FLASH} ({remedy})")

