@@ -1,7 +1,6 @@
 """Where a step's proximal log-probs come from, and which figures of a step without the pass are left out."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,9 +67,7 @@ def test_loss_learns_how_to_weigh_and_what_to_check():
 def test_verls_driver_compares_a_stand_in_with_nothing_and_the_update_has_both(monkeypatch):
     monkeypatch.setattr(RayPPOTrainer, "_update_actor", lambda self, batch: batch.batch)
     trainer, batch = object.__new__(PartialRolloutRayPPOTrainer), build_batch()
-    vars(trainer).update(
-        proximal=build(), global_steps=2, session=SimpleNamespace(settings=settings_of()), _complete_step=Mock()
-    )
+    vars(trainer).update(proximal=build(), global_steps=2, session=SimpleNamespace(settings=settings_of()))
     batch = batch.union(trainer._compute_old_log_prob(batch)[0])
     # This is what verl's ``fit`` asks before it compares the two.
     assert "rollout_log_probs" not in batch.batch

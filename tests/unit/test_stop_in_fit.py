@@ -145,9 +145,12 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
     session.driver = trainer.async_rollout_manager
     session.figures = Figures(trainer.async_rollout_manager)
-    trainer.checkpoint_manager = SimpleNamespace(
-        update_weights=lambda step: moment("sync"), sleep_replicas=lambda: None
-    )
+
+    def update_weights(step):
+        session.complete_step(step)
+        moment("sync")
+
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=update_weights, sleep_replicas=lambda: None)
     return trainer
 
 

@@ -136,6 +136,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
         steps=SimpleNamespace(last=99),
         figures={},
         trains=True,
+        complete_step=lambda step: log.append(f"step {step} ends"),
     )
     session.note_phase = partial(RunSession.note_phase, session)
     session.driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
@@ -157,7 +158,7 @@ def test_trainer_packs_while_engines_decode_and_they_are_held_only_while_they_lo
     run = build()
     for version in (1, 2):
         run.manager.update_weights(version)
-    log = [line for line in run.log if "check_alive" not in line and line != "sync"]
+    log = [line for line in run.log if "check_alive" not in line and line not in ("sync", "step 1 ends", "step 2 ends")]
     held, loads = ["a hold_generation", "b hold_generation"], ["a loads 1"] * 2 + ["b loads 1"] * 2
     resumed = ["version 1 begins", "a resume_generation", "b resume_generation", "hold"]
     assert log[: 2 + 2 + 4 + 4] == ["trainer sends 1", "stage", *held, *loads, *resumed]

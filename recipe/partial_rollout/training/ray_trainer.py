@@ -3,7 +3,7 @@
 verl's ``fit`` runs unchanged, in both arms::
 
     SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
-      -> log-probs, reward, advantage, update (verl) -> RunSession.complete_step -> weight sync (RecipeCheckpointManager)
+      -> log-probs, reward, advantage, update (verl) -> weight sync (RecipeCheckpointManager), which ends the step
 
 What belongs to the run and not to a trainer is its ``RunSession``; what every trainer of a run does is ``TrainerRun``. With
 ``partial_rollout.enable=False`` loader, manager and batches are verl's own.
@@ -58,6 +58,4 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
             self.proximal.instruct(batch.meta_info, self.global_steps)
             if "rollout_log_probs" not in batch.batch:
                 batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
-        output = super()._update_actor(batch)
-        self._complete_step()
-        return output
+        return super()._update_actor(batch)

@@ -159,8 +159,8 @@ class TrainerRun:
 
     def _save_checkpoint(self) -> None:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
-        # Under v1 also in the critic's warm-up, where a run without a critic has updated nothing.
-        self._complete_step()
+        # It comes before the step's weight sync, which ends a step that saves nothing.
+        self.session.complete_step(self.global_steps)
         self.session.save(super()._save_checkpoint)  # type: ignore[misc]
 
     def _load_trainer(self, load: Callable[[], object]) -> None:
@@ -213,8 +213,6 @@ class TrainerRun:
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""
-        if "training/global_step" in data:
-            self._complete_step()
         ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
         self.session.figures.clear()
         return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
@@ -226,26 +224,9 @@ class TrainerRun:
         if step < self.session.steps.last:
             self.session.stop.check()
 
-    def _complete_step(self) -> None:
-        """End the step of a trained batch, here and nowhere else.
-
-        Called after the actor's update, in the critic's warm-up after the critic's: as late as verl's ``fit`` allows, so
-        that the workers report while the trainer updates.
-        """
-        self.session.complete_step(self.global_steps)
-
-    def _update_critic(self, *args: Any, **kwargs: Any) -> Any:
-        output = super()._update_critic(*args, **kwargs)  # type: ignore[misc]
-        if self.config.trainer.critic_warmup > self.global_steps:
-            # The actor is not updated, and the engines begin the next version.
-            self._complete_step()
-        return output
-
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
         self._end_phase()
-        if self.settings.enable and self.session.trains:
-            self._complete_step()
         try:
             self.session.stop.check()
             return super()._validate(*args, **kwargs)  # type: ignore[misc]

@@ -32,7 +32,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.waits import is_out_of_reach, one_line, result_of, wait
+from recipe.partial_rollout.waits import finished, is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
@@ -229,20 +229,23 @@ class RecipeCheckpointManager:
         """As verl's; a dead replica is left out (PR)."""
         await (self._verls.wake_up_replicas() if self._driver is None else self._driver.wake_up())
 
-    @auto_await
-    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """Send the trainer's weights to every replica as policy version ``global_steps``; None: the version sent last.
+    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
+
+        verl's loops call it once an update is done, also one of the critic alone. None: the version sent last, again.
 
         Raises:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
         version = self._version = self._version if global_steps is None else global_steps
-        start, sent = time.time(), {}
+        self._session.complete_step(version)
+        start = time.time()
+        sent: Any = {}
         if self._driver is None and self._verls.backend != "naive":
-            sent = await self._verls.update_weights(global_steps)  # type: ignore[arg-type]
+            sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
-            await self._send(version)
+            finished(self._send(version))
         self._session.log.add(Phase("sync", version, start, time.time()))
         return sent
 

@@ -113,6 +113,4 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
         if self.settings.enable:
             assert batch.extra_info is not None
             self.proximal.instruct(batch.extra_info, self.global_steps)
-        batch = super()._update_actor(batch, metrics)
-        self._complete_step()
-        return batch
+        return super()._update_actor(batch, metrics)
