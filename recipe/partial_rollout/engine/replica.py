@@ -25,7 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
 from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, salt_of, tokens_made
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.waits import AGAIN_S, one_line
 from verl_ext.piecewise_scheduler import PIECEWISE
 from verl_ext.vllm_plugin import preemptions_of
 
@@ -220,7 +220,10 @@ class RecipeVLLMReplica(vLLMReplica):
         await asyncio.gather(*[server.hold.remote() for server in self.servers])
 
     async def relaunch(self) -> None:
-        """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with."""
+        """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with.
+
+        The caller sets the deadline.
+        """
         for server in self.servers:
             # Ray may no longer know a dead server.
             with contextlib.suppress(ValueError):
@@ -229,12 +232,11 @@ class RecipeVLLMReplica(vLLMReplica):
         await self._end_engines()
         # A trainer's allocator keeps what its last update took; the new engine measures the free memory when it starts.
         await asyncio.gather(*[worker.__ray_call__.remote(_empty_cache) for worker in self.workers])
-        # Ray frees an actor's name a moment after its death.
-        for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
-            await asyncio.sleep(pause_s)
+        while not self.servers:
+            # Ray frees an actor's name a moment after its death.
+            await asyncio.sleep(AGAIN_S)
             try:
                 await self.launch_servers()
-                break
             except ValueError as error:
                 if "already" not in str(error):
                     raise

@@ -172,8 +172,6 @@ class Slots:
 
     def register(self, worker: str, capacity: int) -> None:
         """Add a worker that can run ``capacity`` samples at once."""
-        if worker in self.workers:
-            raise RuntimeError(f"worker {worker} is registered already")
         self.workers[worker] = capacity
 
     def release(self, worker: str) -> list[Sample]:

@@ -258,15 +258,14 @@ class ClaimLoop:
         if sample.slot is SlotState.AWAY:
             self._ask_for_slot(sample)
         try:
-            with sample.clock.stopped():
-                async with self._grant_in_time(sample):
-                    while (obstacle := self._obstacle(sample)) is not None:
-                        await obstacle.wait()
-                self._running += 1
-                try:
-                    yield
-                finally:
-                    self._running -= 1
+            async with self._grant_in_time(sample):
+                while (obstacle := self._obstacle(sample)) is not None:
+                    await obstacle.wait()
+            self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
         finally:
             sample.calling -= 1
             self._settle(sample)
