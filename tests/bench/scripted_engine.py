@@ -16,7 +16,7 @@ from recipe.partial_rollout.manager.types import SampleOutput, Segment
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 
 
@@ -156,24 +156,8 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
         return sum(self._waited), max(self._waited, default=0.0), len(self._waited)
 
-    def _sampling_params(self) -> dict[str, Any]:
-        return {}
-
-    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"agent_name": "scripted", "length": row["lengths"]}
-
-    async def _run_agent_loop(
-        self,
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        *,
-        agent_name: str,
-        trace: bool = True,
-        **kwargs,
-    ) -> SampleOutput:
-        sample = LIVE_SAMPLE.get()
-        assert sample is not None
-        length = kwargs["length"][int(sample.id.rpartition("#")[2])]
+    async def _trained(self, sample: LiveSample, row: dict[str, Any]) -> SampleOutput:
+        length = row["lengths"][int(sample.id.rpartition("#")[2])]
         await self._turn(sample, length)
         return output_of(length, self._version)
 

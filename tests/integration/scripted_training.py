@@ -44,14 +44,11 @@ class Worker(ScriptedWorker):
 class BrokenLoop(Worker):
     """Its agent loop is a user's, of the file that the row names, and has a bug."""
 
-    def _kwargs(self, row):
-        return {"agent_name": "mine", **row}
-
-    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+    async def _trained(self, sample, row):
         own = {}
-        exec(compile("\ndef run(row):\n    return row['budget']\n", kwargs["path"], "exec"), own)
+        exec(compile("\ndef run(row):\n    return row['budget']\n", row["path"], "exec"), own)
         try:
-            own["run"](kwargs)
+            own["run"](row)
         except KeyError as error:
             raise RuntimeError("the loop failed") from error
 

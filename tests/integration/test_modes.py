@@ -22,15 +22,9 @@ PROMPTS = STEPS * BATCH
 class ScoringWorker(Worker):
     """Scores the samples of a dull prompt 0, those of any other by their number in the group."""
 
-    def _kwargs(self, row):
-        return {**super()._kwargs(row), "dull": row["dull"]}
-
-    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
-        # A context variable is not pickled with this class.
-        from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-
-        output = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        return replace(output, reward_score=0.0 if kwargs["dull"] else float(LIVE_SAMPLE.get().id[-1]))
+    async def _trained(self, sample, row):
+        output = await super()._trained(sample, row)
+        return replace(output, reward_score=0.0 if row["dull"] else float(sample.id[-1]))
 
 
 def play(run_dir, *overrides):

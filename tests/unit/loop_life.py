@@ -10,6 +10,7 @@ import contextvars
 import hashlib
 import pickle
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +24,9 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
+from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.observed import _require_one
 from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import InProcess, Local, script_replicas, settings_of
@@ -106,30 +107,28 @@ def log_prob(context, version):
 class LoopWorker(ScriptedWorker):
     """The recipe's worker, in which ``loop(server_manager, row, params)`` stands for ``AgentLoopBase.run``."""
 
+    tokenizer = processor = hf_model_type = dataset_cls = None
+    _trained = PartialRolloutAgentLoopWorker._trained
+
     def __init__(self, life):
         super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
         self.life = life
         self.tools = journaled(life.functions, 10.0)
         self.config.partial_rollout.tools = life.tools
         self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
-        self.config.trainer.save_freq = life.save_freq
-        self.rollout_config, self.vocabulary = life.config.actor_rollout_ref.rollout, 1000
+        self.config.trainer.save_freq, self.config.data = life.save_freq, {}
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
+        agent = SimpleNamespace(default_agent_loop="mine")
+        self.rollout_config = SimpleNamespace(**vars(life.config.actor_rollout_ref.rollout), **sampling, agent=agent)
+        self.vocabulary = 1000
         self.llm_client = PartialRolloutLLMClient(life.config)
 
-    def _sampling_params(self):
-        return {"temperature": 1.0, "logprobs": True}
+    def _maker(self, agent_name):
+        def make(server_manager, tools, **_):
+            given = {"tools": {tool.name: tool for tool in tools.tools}, "life": self.life}
+            return SimpleNamespace(run=lambda params, **row: self.life.loop(server_manager, {**row, **given}, params))
 
-    def _kwargs(self, row):
-        return {"agent_name": "mine", **row}
-
-    async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
-        row = {**kwargs, "tools": {tool.name: tool for tool in self._loop_tools()}, "life": self.life}
-        client = self._loop_client(trajectory)
-        output = await self._output(self.life.loop(client, row, sampling_params), client)
-        _require_one(output)
-        if trajectory["validate"]:
-            return output
-        return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+        return make
 
     async def _compute_score(self, outputs, kwargs):
         if self.life.score is None:
@@ -277,7 +276,8 @@ class Life:
         with_no_sample = contextvars.copy_context()
         with_no_sample.run(LIVE_SAMPLE.set, None)
         trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
-        validation = self.worker._run_agent_loop({"temperature": 0.0}, trajectory, **self.worker._kwargs(row))
+        play = partial(self.worker._play, self.worker._maker("mine"), {"temperature": 0.0}, row)
+        validation = self.worker._attempt(play, trajectory)
         return await asyncio.get_running_loop().create_task(validation, context=with_no_sample)
 
     def figures(self):

@@ -275,7 +275,7 @@ async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
 async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in_the_step_that_had_it(monkeypatch):
     monkeypatch.setattr(driver, "logger", told := MagicMock())
     async with life(5, 5, 5, 5, placement=Placement.COLOCATED) as one:
-        runs, failed = one.worker._run_agent_loop, []
+        runs, failed = one.worker._trained, []
 
         async def run(*args, **kwargs):
             if len(failed) < 2:
@@ -283,7 +283,7 @@ async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in
                 raise KeyError(len(failed))
             return await runs(*args, **kwargs)
 
-        one.worker._run_agent_loop = run
+        one.worker._trained = run
         await one.step(1)
         await one.step(2)
         ((text, *values),) = [given for given, _ in told.warning.call_args_list]

@@ -442,9 +442,9 @@ def trained(function, length=3, group_filter=None, **options):
         LIVE_SAMPLE.set(sample)
         said = await Loop().run({}, length=length)
         said.response_ids, said.response_logprobs = tokens, None
-        return await made._agent_loop_postprocess(
-            said, False, uid="0/7", reward_model={"ground_truth": 0}, data_source="t"
-        )
+        made._maker = lambda name: lambda **_: SimpleNamespace(run=AsyncMock(return_value=said))
+        row = {"uid": "0/7", "reward_model": {"ground_truth": 0}, "data_source": "t"}
+        return await made._trained(sample, row)
 
     return asyncio.run(run())
 

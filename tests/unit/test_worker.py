@@ -119,6 +119,29 @@ async def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(he
             one.worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
 
+async def test_tokens_of_calls_beside_each_other_are_known_as_each_is_interrupted(segment):
+    first, second = asyncio.Event(), asyncio.Event()
+
+    async def twice(client, row, params):
+        sample = LIVE_SAMPLE.get()
+
+        async def call(turn, interrupted):
+            async with sample.keeper.engine_call(sample):
+                await interrupted.wait()
+                sample.add(turn, segment(3))
+                sample.keeper.release_slot(sample)
+
+        await asyncio.gather(*[call(sample.start_turn(1), moment) for moment in (first, second)])
+        await hangs()
+
+    async with training([[5]], twice) as one:
+        (sample,) = one.actor._manager.samples.unfinished.values()
+        for count, moment in enumerate((first, second), 1):
+            moment.set()
+            await until(lambda count=count: [segment.turn for segment in sample.segments] == [*range(count)])
+        assert sample.failures == 0
+
+
 async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline(monkeypatch):
     monkeypatch.setattr(claim_loop, "GRANT_S", 0.2)
     async with training([[5], [60]]) as one:

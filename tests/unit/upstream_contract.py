@@ -125,12 +125,12 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings observed llm_client
+verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings observed llm_client agent_loop_worker
         replica trainer_run
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
         top_p top_k
-verl.workers.config:AgentLoopConfig <- main_ppo observed
+verl.workers.config:AgentLoopConfig <- main_ppo agent_loop_worker
     has: agent_loop_manager_class default_agent_loop
 verl.workers.config:CheckpointEngineConfig <- rules
     has: backend
@@ -243,7 +243,7 @@ vllm.v1.engine:EngineCoreOutputs <- piecewise_scheduler
 vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
 vllm.v1.request:RequestStatus <- piecewise_scheduler
     has: FINISHED_ABORTED
-vllm:SamplingParams <- llm_client observed admitting_engine distribution
+vllm:SamplingParams <- llm_client observed agent_loop_worker admitting_engine distribution
     has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
         presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
         skip_special_tokens spaces_between_special_tokens output_kind flat_logprobs

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.config.settings import FilterSettings, Placement
 from recipe.partial_rollout.manager import garbage
@@ -41,7 +42,7 @@ from recipe.partial_rollout.worker.live_sample import (
     context_hash,
 )
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
-from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
 from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
 
 _THREADS = 1024
@@ -130,10 +131,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         await self._claims.manager.flushed.remote(self._claims.name)
 
     async def _run_granted(self, grant: Grant) -> SampleOutput:
+        sample = LIVE_SAMPLE.get()
+        assert sample is not None
         # Samples of a group share their row, and a loop or its reward may write into it.
-        kwargs = self._kwargs({**deepcopy(grant.row), "uid": grant.group_uid})
-        trajectory = {"step": -1, "sample_index": grant.row.get("index", 0), "rollout_n": 0, "validate": False}
-        output = await self._run_agent_loop(self._sampling_params(), trajectory, trace=False, **kwargs)
+        output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
         if self.config.trainer.save_freq > 0:
             check_saveable(grant.sample_id, output)
             return output
@@ -144,31 +145,20 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             raise TypeError(f"{what}: {error}") from error
         return output
 
-    def _loop_client(self, trajectory: dict[str, Any]) -> SampleClient:
-        sample = LIVE_SAMPLE.get()
-        if sample is not None:
-            return SampleClient(self.llm_client, sample, sample.clock)
-        timeout_s = self.config.partial_rollout.failures.sample_timeout_s
-        clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
-        return SampleClient(self.llm_client, None, clock)
-
-    async def _output(self, run: Awaitable[Any], client: SampleClient) -> Any:
-        if LIVE_SAMPLE.get() is not None:
-            return await run
-        try:
-            return await client.clock.run(run)
-        except SampleTimeoutError as error:
-            held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
-            raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
-
-    def _loop_tools(self) -> list[Any]:
-        sample = LIVE_SAMPLE.get()
-        return self.tools if sample is None else of_sample(self.tools, sample)
-
-    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        sample = LIVE_SAMPLE.get()
-        if sample is None:
-            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+    async def _trained(self, sample: LiveSample, row: dict[str, Any]) -> SampleOutput:
+        """Run the agent loop of ``sample`` on ``row``, and score what it returns."""
+        config = self.rollout_config
+        params = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+        make = self._maker(row.pop("agent_name", config.agent.default_agent_loop))
+        client, tools = SampleClient(self.llm_client, sample, sample.clock), of_sample(self.tools, sample)
+        with rollout_trace_attr(trace=False):
+            output = await self._play(make, params, row, client, tools)
         await sample.end()
         if output.multi_modal_data:
             raise ValueError(
@@ -176,10 +166,20 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
-            await self._score(output, kwargs)
+            await self._score(output, row)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output, self.vocabulary)
+
+    async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
+        """In validation, with a sample's deadline between two engine calls."""
+        timeout_s = self.config.partial_rollout.failures.sample_timeout_s
+        clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
+        try:
+            return await clock.run(play(SampleClient(self.llm_client, None, clock), self.tools))
+        except SampleTimeoutError as error:
+            held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
+            raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
 
 
 # -- tokens and the calls that made them --------------------------------------------------------------------------------

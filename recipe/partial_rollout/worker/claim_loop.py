@@ -297,9 +297,12 @@ class ClaimLoop:
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
-        if sample.slot is SlotState.HELD and not sample.ended:
+        if sample.slot is SlotState.HELD:
             sample.granted.clear()
             self._ask_for_slot(sample)
+        else:
+            # A call beside this one has asked.
+            self.outbox.report_now(sample)
 
     def _settle(self, sample: LiveSample) -> None:
         """See to it that a sample without engine calls leaves its slot."""

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
@@ -62,6 +62,9 @@ REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 """in which the running call notes where it goes"""
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
+
+Play = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
+"""``_play`` of an agent loop, its parameters and its row: takes the client and the tools"""
 
 logger = logging.getLogger(__name__)
 
@@ -165,13 +168,6 @@ class OverlongError(ValueError):
     """An agent loop returned more than a batch holds."""
 
 
-def _require_one(output: Any) -> None:
-    """Refuse what verl's trainer cannot train."""
-    if not isinstance(output, AgentLoopOutput):
-        what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
-        raise TypeError(f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained")
-
-
 class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker, with a deadline on the reward function and an account of its engine calls."""
 
@@ -206,14 +202,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """As verl's, with ``_loop_client``, and without composing the whole configuration again for every sample."""
-        _AGENT_LOOP.set(agent_name)
-        registered = _agent_loop_registry.get(agent_name)
-        if registered is None:
-            raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
-        make = (
-            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
-        )
+        """As verl's; an agent loop that fails is run again, and masked in the end."""
+        play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
         with rollout_trace_attr(
             step=trajectory["step"],
             sample_index=trajectory["sample_index"],
@@ -222,39 +212,56 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            output = await self._tried(make, sampling_params, trajectory, kwargs)
+            output = await self._tried(play, trajectory)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
-    async def _tried(
-        self,
-        make: Callable[..., Any],
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        kwargs: dict[str, Any],
-    ) -> AgentLoopOutput:
-        """What the agent loop returns: under noPR and in validation run again if it fails, and masked in the end.
+    def _maker(self, agent_name: str) -> Callable[..., Any]:
+        """Makes the agent loop of this name, without composing the whole configuration again for every sample."""
+        _AGENT_LOOP.set(agent_name)
+        registered = _agent_loop_registry.get(agent_name)
+        if registered is None:
+            raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
+        return (
+            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
+        )
 
-        Of a training sample of PR the manager decides. A replica that fails ends the run, and so does a deadline.
+    async def _play(
+        self, make: Callable[..., Any], params: dict[str, Any], row: dict[str, Any], client: Any, tools: list[Any]
+    ) -> AgentLoopOutput:
+        """What the agent loop returns that ``make`` makes, which generates with ``client`` and calls ``tools``."""
+        agent_loop = make(
+            trainer_config=DictConfigWrap(config=self.config),
+            server_manager=client,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            hf_model_type=self.hf_model_type,
+            dataset_cls=self.dataset_cls,
+            data_config=DictConfigWrap(self.config.data),
+            tools=ToolListWrap(tools),
+        )
+        output = await agent_loop.run(dict(params), **row)
+        if not isinstance(output, AgentLoopOutput):
+            what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
+            raise TypeError(
+                f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained"
+            )
+        return output
+
+    async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
+        """One run of the agent loop."""
+        return await play(self.llm_client, self.tools)
+
+    async def _tried(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
+        """What the agent loop returns: run again if it fails, and masked in the end.
+
+        A replica that fails ends the run, and so does a deadline.
         """
         for times in itertools.count(1):
             try:
-                client = self._loop_client(trajectory)
-                agent_loop = make(
-                    trainer_config=DictConfigWrap(config=self.config),
-                    server_manager=client,
-                    tokenizer=self.tokenizer,
-                    processor=self.processor,
-                    hf_model_type=self.hf_model_type,
-                    dataset_cls=self.dataset_cls,
-                    data_config=DictConfigWrap(self.config.data),
-                    tools=ToolListWrap(self._loop_tools()),
-                )
-                output = await self._output(agent_loop.run(dict(sampling_params), **kwargs), client)
-                _require_one(output)
-                return output
+                return await self._attempt(play, trajectory)
             except (Exception, asyncio.CancelledError) as error:
                 verdict = verdict_on(times, self.config.partial_rollout.failures)
-                ended = asyncio.current_task().cancelling() or LIVE_SAMPLE.get()  # type: ignore[union-attr]
+                ended = asyncio.current_task().cancelling()  # type: ignore[union-attr]
                 if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
                     raise
                 told = ToldError.of(error)
@@ -269,18 +276,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     return self._masked(nothing, said)
             await asyncio.sleep(retry_delay_s(times))
         raise AssertionError("the last verdict is to mask")
-
-    def _loop_client(self, trajectory: dict[str, Any]) -> Any:
-        """What the agent loop that is about to run generates with."""
-        return self.llm_client
-
-    def _loop_tools(self) -> list[Any]:
-        """The tools that it calls."""
-        return self.tools
-
-    async def _output(self, run: Awaitable[Any], client: Any) -> Any:
-        """What it returns."""
-        return await run
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
         """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone."""
@@ -368,16 +363,3 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         data = super()._postprocess(inputs, *args, **kwargs)
         data.non_tensor_batch[REWARD_INFO] = infos
         return data
-
-    def _sampling_params(self) -> dict[str, Any]:
-        config = self.rollout_config
-        return {
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": config.calculate_log_probs,
-        }
-
-    def _kwargs(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"agent_name": self.rollout_config.agent.default_agent_loop, **row}
