@@ -109,6 +109,7 @@ def test_failed_sample_whose_turns_are_longer_than_the_batch_is_cut(output):
         ([{}, {"x": [1, 2]}], {"x": [None, [1, 2]]}),
         ([{"x": [1]}, {"x": {"a": 1}}], {"x": [[1], {"a": 1}]}),
         ([{"acc": True}, {"acc": np.float32(0.5)}], {"acc": [1.0, 0.5]}),
+        ([{"temperature": 1.0}, {"temperature": 0.5}], {"reward_temperature": [1.0, 0.5]}),
     ],
 )
 def test_rewards_may_say_different_things_of_different_samples(output, infos, columns):

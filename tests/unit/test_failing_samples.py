@@ -236,6 +236,39 @@ def test_workers_whose_samples_have_different_keys_make_one_batch():
     assert output.non_tensor_batch["pred"].tolist() == [None, None, 12]
 
 
+@pytest.mark.parametrize("name", ["temperature", "returns", "responses"])
+def test_reward_and_loop_may_say_what_is_named_like_something_of_the_trainers(monkeypatch, name):
+    """verl's update asserts that no two of a batch have a name."""
+    run = Loop.run
+
+    async def leaves(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        output.extra_fields[name] = [0.5]
+        return output
+
+    monkeypatch.setattr(Loop, "run", leaves)
+    output = generated(lambda **given: {"score": 1.0, name: 0.7}, rows(2, 3))
+    output.meta_info["temperature"], output.batch["returns"] = 1.0, torch.zeros(2, R)
+    del output.meta_info["metrics"]
+    output.to_tensordict()
+    assert output.non_tensor_batch[f"reward_{name}"].tolist() == [0.7, 0.7]
+    assert output.non_tensor_batch[f"loop_{name}"].tolist() == [[0.5], [0.5]]
+
+
+@pytest.mark.parametrize("info", ["late", ["late"], 3])
+def test_reward_manager_that_says_no_dictionary_beside_its_score_costs_its_sample(monkeypatch, info):
+    """Of a manager of the user's own; the batch broke on it under noPR."""
+
+    async def run_single(self, data):
+        score = data[0].non_tensor_batch["reward_model"]["ground_truth"]
+        return {"reward_score": float(score), "reward_extra_info": {"acc": 1.0} if score else info}
+
+    monkeypatch.setattr(NaiveRewardManager, "run_single", run_single)
+    output = generated(None, rows(2, 3))
+    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert f"reward of prompt uid0 says {info!r} beside its score" in output.non_tensor_batch["sample_error"][0]
+
+
 def validated(monkeypatch, tmp_path, *batches):
     """verl's validation over ``batches`` of generated samples; returns its metrics and what it wrote."""
     trainer = object.__new__(PartialRolloutRayPPOTrainer)

@@ -14,7 +14,7 @@ import numpy as np
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import is_number, plain
-from recipe.partial_rollout.worker.rewards import REWARD_INFO
+from recipe.partial_rollout.worker.rewards import REWARD_INFO, renamed
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
@@ -36,7 +36,8 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     rows = {
         key: [plain(info.get(key)) for info in infos] for key in dict.fromkeys(key for info in infos for key in info)
     }
-    return {key: np.array(row) if all(map(is_number, row)) else objects(row) for key, row in rows.items()}
+    columns = {key: np.array(row) if all(map(is_number, row)) else objects(row) for key, row in rows.items()}
+    return renamed(columns, "reward")
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:

@@ -51,6 +51,7 @@ from recipe.partial_rollout.worker.rewards import (
     RewardWorkers,
     checked,
     parts_of_reward,
+    renamed,
     reward_of,
     reward_places,
 )
@@ -318,6 +319,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if "raw_prompt" in kwargs:
             # As verl's does: reward functions may read it.
             output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
+        output.extra_fields = renamed(output.extra_fields, "loop")
         limits, by_loop = self.config.partial_rollout.failures, output.reward_score is not None
         for times in itertools.count(1):
             try:

@@ -23,6 +23,13 @@ _ANSWERS_WITHIN_S = 5.0
 """seconds that a reward worker has to show that its event loop runs"""
 REWARD_INFO = "reward_extra_info"
 """verl's name for what a reward says beside the score"""
+_TRAINERS = {
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
+    "rollout_versions", "rm_scores", "token_level_scores", "token_level_rewards", "old_log_probs", "entropys",
+    "ref_log_prob", "values", "advantages", "returns", "rollout_is_weights", "reward_baselines", "sum_pi_squared",
+    "global_token_num", "images_seqlens", "temperature", "multi_turn",
+}  # fmt: skip
+"""what verl's trainer names itself: its update asserts that no column of a batch has such a name"""
 
 
 def reward_places(config: Any) -> int | None:
@@ -86,6 +93,15 @@ def parts_of_reward(config: Any) -> tuple[str, ...]:
     return tuple(algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
 
 
+def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
+    """``fields`` that ``who``, a reward or loop, gives a sample; none has a name of the trainer's own.
+
+    >>> renamed({"acc": 1.0, "temperature": 0.7}, "reward")
+    {'acc': 1.0, 'reward_temperature': 0.7}
+    """
+    return {f"{who}_{name}" if name in _TRAINERS else name: value for name, value in fields.items()}
+
+
 def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
     """``score`` of ``prompt`` as a number.
 
@@ -93,8 +109,10 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         info: what the reward says beside it. parts: of that, what must be a number too.
 
     Raises:
-        RewardError: one is none that can be trained.
+        RewardError: one is none that can be trained, or ``info`` is no dictionary.
     """
+    if not isinstance(info, Mapping):
+        raise RewardError(f"reward of prompt {prompt} says {info!r:.60} beside its score: a dictionary")
     said = {f"reward of prompt {prompt}": score}
     said.update(
         {f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts}
