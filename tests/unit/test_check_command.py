@@ -132,6 +132,8 @@ WRONG = [
     ("data.val_batch_size=0", r"val_batch_size=0: at least 1, or null"),
     ("data.train_files=5", r"data.train_files=5: a parquet file, or a list of them"),
     ("data.seed=-3", r"data.seed=-3: at least 0"),
+    ("data.seed=99999999999999999999", r"data.seed=9+: at least 0, below 2\*\*32"),
+    ("actor_rollout_ref.rollout.seed=4294967296", r"rollout.seed=4294967296: .*below 2\*\*32"),
     ("+data.sampler.class_path=mine.py", r"data.sampler=\{'class_path': 'mine.py'\}: None: verl .* does not read it"),
     ("data.apply_chat_template_kwargs=x", r"apply_chat_template_kwargs=x: a section of keys"),
     ("trainer.logger=5", r"trainer.logger=5: a list of wandb"),

@@ -248,6 +248,11 @@ VERLS_MISTAKES = {
     "data.train_batch_size=abc": "an integer",
     "data.train_batch_size='8'": "an integer (this is text; of a variable's text, ${oc.decode",
     f"{ROLLOUT}.n=two": "an integer",
+    # a section for a number, for a flag
+    "data.train_batch_size={a:1}": "an integer",
+    f"{ROLLOUT}.n=[1]": "an integer",
+    "trainer.val_before_train={a:1}": "true or false",
+    "trainer.total_training_steps={a:1}": "an integer, or null",
     f"{ACTOR}.optim.lr=abc": "a number",
     "trainer.total_training_steps=1.5": "an integer, or null",
     "trainer.save_freq=null": "an integer",

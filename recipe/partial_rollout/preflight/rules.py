@@ -104,7 +104,11 @@ _TRAINING = (
     *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),
     *(least(f"rollout.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
     *(or_null(least(key, 1)) for key in ("trainer.total_training_steps", "data.val_batch_size")),
-    *(or_null(least(key, 0)) for key in ("data.seed", "rollout.seed", "data.dataloader_num_workers")),
+    or_null(least("data.dataloader_num_workers", 0)),
+    *(
+        or_null(Rule(key, lambda v, _: 0 <= v < 2**32, "at least 0, below 2**32, as numpy takes it"))
+        for key in ("data.seed", "rollout.seed")
+    ),
     *(
         Rule(key, lambda v, _: v and not isinstance(v, int), "a parquet file, or a list of them")
         for key in ("data.train_files", "data.val_files")

@@ -187,10 +187,10 @@ def _mistakes(
             yield at, value, _section(at, default)
         elif isinstance(default, list) and not isinstance(value, list | None) and at != "trainer.logger":
             yield at, value, f"a list such as [{', '.join(map(str, default))}]"
-        elif isinstance(value, Mapping):
-            yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
         elif allowed := _refusal(value, _COUNTS.get(at, hints.get(name)), default, nullable=at in _NULLABLE):
             yield at, value, allowed
+        elif isinstance(value, Mapping):
+            yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
 
 
 def _of_ray() -> set[str]:
