@@ -69,6 +69,14 @@ def test_overlap_that_is_none_is_refused(capsys, value):
     assert f"error: argument --overlaps: {value}: above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["batch", "group", "replicas", "slots", "rounds"])
+def test_size_that_is_none_is_refused(capsys, option):
+    with pytest.raises(SystemExit) as caught:
+        plan.main([*LOGNORMAL, f"--{option}=0"])
+    assert caught.value.code == 2
+    assert f"error: argument --{option}: 0: an integer of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,6 +91,17 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert plan.main(arguments) == 2
     out = capsys.readouterr().out
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"partial_rollout: [1,", b"- 1", b"\xff\xfe\xfd", b"partial_rollout: {max_staleness: x}"]
+)
+def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys, content):
+    path = interrupted_run(tmp_path / "run")
+    (path / "config.yaml").write_bytes(content)
+    assert plan.main(["--run", str(path)]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(f"error: {path}/config.yaml cannot be read (") and out.count("\n") == 1
 
 
 def test_run_whose_samples_wait_for_tools_is_refused(tmp_path, capsys):

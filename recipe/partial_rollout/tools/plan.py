@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from yaml import YAMLError
 
 from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy
@@ -39,6 +41,17 @@ def _overlap(text: str) -> float:
     if not 0 < overlap < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: above 0")
     return overlap
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that counts something."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: an integer of at least {least}")
+        return int(text)
+
+    return count
 
 
 def _share(text: str) -> float | None:
@@ -88,15 +101,15 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         help=f"engine speed: {' or '.join(PRESETS)} (assumed, not measured), or a JSON file of EngineCurve's fields",
     )
     parser.add_argument("--save-curve", type=Path, metavar="FILE", help="write the engine curve to this file")
-    for name, means in {
-        "prompt-tokens": "tokens of each prompt (default: those of --run, else 0)",
-        "batch": "groups that a step trains",
-        "group": "samples in a group",
-        "replicas": "engine replicas",
-        "slots": "samples that a replica runs at once",
-        "max-staleness": f"bound on staleness, in versions (default: that of --run, else {_MAX_STALENESS})",
-    }.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=means)
+    for name, least, means in (
+        ("prompt-tokens", 0, "tokens of each prompt (default: those of --run, else 0)"),
+        ("batch", 1, "groups that a step trains"),
+        ("group", 1, "samples in a group"),
+        ("replicas", 1, "engine replicas"),
+        ("slots", 1, "samples that a replica runs at once"),
+        ("max-staleness", 0, f"bound on staleness, in versions (default: that of --run, else {_MAX_STALENESS})"),
+    ):
+        parser.add_argument(f"--{name}", type=_at_least(least), metavar="N", help=means)
 
 
 def _add_schedules(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +140,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-kv", action="store_true", help="assume partial_rollout.resume_kv=keep")
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=_at_least(1),
         default=24,
         metavar="N",
         help="rounds of each forecast; the last two columns need some 200 (relative error 1 / sqrt(2 N))",
@@ -139,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _plan(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OverflowError, OSError) as error:
         print(f"error: {error}")
         return 2
     return 0
@@ -195,8 +208,13 @@ def _size(options: argparse.Namespace, record: RunRecord | None, option: str, se
 def _bound_of(record: RunRecord | None) -> int:
     """The run's bound on staleness; a run without partial rollout has it only in its configuration."""
     path = Path(record.directory) / "config.yaml" if record else None
-    found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness") if path and path.exists() else None
-    return _MAX_STALENESS if found is None else int(found)
+    if path is None or not path.exists():
+        return _MAX_STALENESS
+    try:
+        found = OmegaConf.select(OmegaConf.load(path), "partial_rollout.max_staleness")
+        return _MAX_STALENESS if found is None else int(found)
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}): give --max-staleness") from error
 
 
 def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, str]:
