@@ -19,7 +19,8 @@ die() {
 }
 
 board=
-for directory in "$asked" "$asked/swanlog" "$(dirname "$asked")/swanlog"; do
+# The quick start names its directory as seen from the root, wherever it is called from.
+for directory in {"$asked","$root/$asked"}{,/swanlog,/../swanlog}; do
   if [[ -f $directory/runs.swanlab ]]; then
     board=$directory
     break

@@ -283,7 +283,8 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
         log, text = Path(config.trainer.default_local_dir) / ERROR_LOG, traceback.format_exc()
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text(text)
+            # What a sample raised may quote a lone surrogate.
+            log.write_text(text, errors="backslashreplace")
         except OSError:
             # A full disk may be what ended the training.
             print(text, file=sys.stderr)

@@ -182,6 +182,17 @@ def test_checkpoint_that_a_run_went_on_from_and_that_is_gone_is_named(live, tmp_
         live("c", until=STEPS, arm="PR")
 
 
+@pytest.mark.parametrize("content", [b"", b'[{"id": "9f1c"', b"{}", b"\xff"])
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_lineage_that_is_torn_is_named_with_what_to_do(live, tmp_path, content, mode):
+    live("a", until=3, arm="PR")
+    (tmp_path / "run" / "lineage.json").write_bytes(content)
+    with pytest.raises(TornCheckpointError, match=r"run/lineage\.json is cut off or changed: delete it"):
+        live("b", until=STEPS, arm="PR", mode=mode)
+    (tmp_path / "run" / "lineage.json").unlink()
+    live("c", until=STEPS, arm="PR")
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path, arm):
     other, run = tmp_path / "other", tmp_path / "run"

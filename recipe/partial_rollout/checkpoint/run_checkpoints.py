@@ -82,7 +82,11 @@ class Lineage:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._path = run_dir / _LINEAGE
-        self.lives = msgspec.json.decode(self._path.read_bytes(), type=list[Life]) if self._path.exists() else []
+        try:
+            self.lives = msgspec.json.decode(self._path.read_bytes(), type=list[Life]) if self._path.exists() else []
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            words = f"{self._path} is cut off or changed: delete it, and each checkpoint there counts"
+            raise TornCheckpointError(words) from error
 
     def holds(self, life: str | None, step: int) -> bool:
         """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
