@@ -154,11 +154,11 @@ async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS):
 
 
 @both
-async def test_next_batch_a_checkpoint_and_validation_wait_for_the_update(placement):
+async def test_next_batch_a_checkpoint_and_a_weight_sync_wait_for_the_update(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
         await one.batch(1)
         driver = one.driver
-        for too_early in (lambda: one.batch(2), lambda: driver.save(None), driver.before_validation):
+        for too_early in (lambda: one.batch(2), lambda: driver.save(None), lambda: one.sync(1)):
             with pytest.raises(RuntimeError, match="step 1 is not trained: it is too early for"):
                 await too_early()
         await driver.finish_step()

@@ -136,8 +136,13 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
         steps=SimpleNamespace(last=99),
         figures={},
         trains=True,
-        complete_step=lambda step: log.append(f"step {step} ends"),
     )
+
+    def complete_step(step):
+        session.completed_step = step
+        log.append(f"step {step} ends")
+
+    session.complete_step = complete_step
     session.note_phase = partial(RunSession.note_phase, session)
     session.driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
     trainers = Trainers(replicas, log, **(trainer or {}))

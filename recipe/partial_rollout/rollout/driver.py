@@ -136,31 +136,27 @@ class Driver:
             RuntimeError: the batch of the version before is not trained.
         """
         self._require_trained(f"policy version {version}")
-        if self._stops:
-            await self._control.restart_dead()
-            yield
-            await self._control.resume()
-            return
-        if self._goes_on(version):
+        runs_on = not self._stops and version < self._session.steps.last
+        if runs_on:
             await self._take_prompts()
         await self._control.restart_dead()
         held_at = time.time()
-        await self._control.hold()
-        # A replica that died since is restarted while the others are held: it cannot miss a version.
-        await self._control.restart_dead()
+        if not self._stops:
+            await self._control.hold()
+            # A replica that died since is restarted while the others are held: it cannot miss a version.
+            await self._control.restart_dead()
         yield
-        await self._announce_restarted()
-        if self._goes_on(version):
+        announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)
+        await self._guard.wait(announcing, "announcing restarted replicas", key=None)
+        if runs_on:
             self._begin_version(version)
             await self._begun()
             if self._state is RolloutState.QUIET:
                 self._since = time.time()
                 await self._open()
         await self._control.resume()
-        self._session.note_phase("hold", version, held_at, time.time())
-
-    def _goes_on(self, version: int) -> bool:
-        return version < self._session.steps.last
+        if not self._stops:
+            self._session.note_phase("hold", version, held_at, time.time())
 
     async def sleep(self) -> None:
         """The trainer wants device memory that the replicas share with it; separate ones have their own, and decode on."""
@@ -171,10 +167,6 @@ class Driver:
         """The replicas may have their memory back."""
         if self._stops:
             await self._control.wake_up()
-
-    async def _announce_restarted(self) -> None:
-        announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)
-        await self._guard.wait(announcing, "announcing restarted replicas", key=None)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +207,7 @@ class Driver:
         batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
-        if self._stops and self._goes_on(step):
+        if self._stops and step < session.steps.last:
             await self._take_prompts(ready.wanted)
             self._begin_version(step)
         return groups
@@ -232,7 +224,6 @@ class Driver:
 
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""
-        await self._announce_restarted()
         if self._version != step - 1:
             await self._take_prompts()
             self._begin_version(step - 1)
@@ -284,12 +275,7 @@ class Driver:
             return await asyncio.wait_for(result_of(self._manager.first_errors.remote()), _LAST_WORDS_S)
         return []
 
-    # -- validation, checkpoints, the end --------------------------------------------------------------------------
-
-    async def before_validation(self) -> None:
-        """Let validation use the replicas, those that were restarted too."""
-        self._require_trained("validation")
-        await self._announce_restarted()
+    # -- checkpoints, the end --------------------------------------------------------------------------------------
 
     async def save(self, path: Path) -> None:
         """Write the manager's state to ``path``, every token decoded so far included.

@@ -193,7 +193,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
-            await self.session.driver.before_validation()
             output = await super().generate_sequences(prompts)
             return output
         groups = await self.session.driver.next_batch(int(prompts.meta_info["global_steps"]))

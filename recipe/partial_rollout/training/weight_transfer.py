@@ -216,8 +216,6 @@ class RecipeCheckpointManager:
         self._session = session
         # A validation alone starts no version: the engines load the weights as under noPR.
         self._driver = session.driver if session.settings.enable and session.trains else None
-        self._version = 0
-        """sent last"""
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -238,7 +236,7 @@ class RecipeCheckpointManager:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
-        version = self._version = self._version if global_steps is None else global_steps
+        version = self._session.completed_step if global_steps is None else global_steps
         self._session.complete_step(version)
         start = time.time()
         sent: Any = {}
