@@ -21,18 +21,6 @@ def output_with(answer, prompt=PROMPT):
 # -- sound ---------------------------------------------------------------------------------------------------------------
 
 
-async def task_group_that_fails(client, row, params):
-    async def tool():
-        await asyncio.sleep(0.005)
-        raise KeyError("city")
-
-    with pytest.raises(ExceptionGroup):
-        async with asyncio.TaskGroup() as group:
-            for work in (ask(client, params, 60), ask(client, params, 50), tool()):
-                group.create_task(work)
-    return output_with(await ask(client, params, 30))
-
-
 async def anyio_groups(client, row, params):
     answers = []
 
@@ -96,7 +84,7 @@ async def cancelled_by_itself(client, row, params):
 @pytest.mark.parametrize(
     "loop",
     [
-        task_group_that_fails, anyio_groups, shields, generator_that_nobody_closes, context_of_its_own,
+        anyio_groups, shields, generator_that_nobody_closes, context_of_its_own,
         prompt_that_shrinks, copied, cancelled_by_itself,
     ],
 )  # fmt: skip

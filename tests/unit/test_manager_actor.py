@@ -98,19 +98,6 @@ async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_fo
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
 
 
-async def test_checkpoint_of_a_round_that_runs_on_waits_for_the_workers_and_claims_go_on(prompts, output):
-    actor, samples = await begun(prompts, batch=2, mode=Mode.SSIM)
-    await end(actor, output, *samples)
-    batch = await soon(actor.wait_batch(False))
-    await actor.finish_step(uids(batch.groups))
-    await actor.begin_flush()
-    flushing = await pending(actor.flush())
-    granted = await soon(actor.claim("w0"))
-    await actor.flushed("w0")
-    at = await soon(flushing)
-    assert at > 0 and len(granted) == 2
-
-
 @BOTH
 async def test_dead_worker_holds_up_neither_flush_nor_step_and_its_samples_go_on(stop, prompts, output):
     actor, (first, left) = await begun(prompts, workers=("w0", "w1"))

@@ -32,18 +32,9 @@ def build_worker(places=None, reward_s=0.05):
     return made
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (
-            AsyncMock(side_effect=OSError("no such score")),
-            "reward function failed on prompt 0/7: OSError: no such score",
-        ),
-        (hangs, r"no score for prompt 0/7 within 0\.05 s \(partial_rollout\.deadlines\.reward_s\)"),
-    ],
-)
-async def test_reward_function_that_fails_or_hangs_is_named(monkeypatch, function, message):
-    monkeypatch.setattr(AgentLoopWorker, "_compute_score", function)
+async def test_reward_function_that_hangs_is_named(monkeypatch):
+    monkeypatch.setattr(AgentLoopWorker, "_compute_score", hangs)
+    message = r"no score for prompt 0/7 within 0\.05 s \(partial_rollout\.deadlines\.reward_s\)"
     with pytest.raises(RewardError, match=message):
         await build_worker()._compute_score([], {"uid": "0/7"})
 
