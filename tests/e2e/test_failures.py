@@ -90,7 +90,7 @@ def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for
     run = start(*SEPARATE, "partial_rollout.deadlines.interrupt_s=8")
     wait_for(lambda: updates(run), "the update of step 2")
     processes_of_session(run.process.pid, ENGINE)[0].send_signal(signal.SIGSTOP)
-    ends_with(run, "the vLLM replicas", "took more than 8 s", "deadlines.interrupt_s")
+    ends_with(run, "vLLM replica", "took more than 8 s", "deadlines.interrupt_s")
 
 
 @pytest.mark.parametrize(

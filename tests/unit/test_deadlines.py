@@ -21,7 +21,7 @@ ENDED_BY = {
     "rollout/guard.py _look": "within interrupt_s, in the next line",
     "rollout/guard.py _watch_trainer": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
     "rollout/replicas.py announce_restarted": "within interrupt_s, in the next line",
-    "rollout/replicas.py ask": "_asked, within interrupt_s",
+    "rollout/replicas.py _asked": "_answers, within interrupt_s",
     "rollout/guard.py _start": "within START_S, in the next line",
     "rollout/guard.py _serve": "nobody: it lasts as long as the worker",
     "rollout/guard.py _answer": "within interrupt_s, two lines on",

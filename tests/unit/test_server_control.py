@@ -53,8 +53,8 @@ def test_death_that_cannot_be_survived_ends_the_wait_by_name(names, dead_with, v
 @pytest.mark.parametrize(
     ("asked", "verb", "what"),
     [
-        ({"hold_generation": hangs}, "hold", "holding the vLLM replicas a"),
-        ({"check_alive": OUT_OF_REACH}, "restart_dead", "looking after the vLLM replicas a"),
+        ({"hold_generation": hangs}, "hold", "holding vLLM replica a"),
+        ({"check_alive": OUT_OF_REACH}, "restart_dead", "looking after vLLM replica a"),
     ],
 )
 def test_replica_that_does_not_answer_ends_the_wait_by_name(asked, verb, what):

@@ -91,5 +91,5 @@ def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
     overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
     session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
-    session.steps, session.control = TrainingSteps(6, 1, 6), [None]
+    session.steps, session.control, session.slots = TrainingSteps(6, 1, 6), [None], slots()
     assert session.facts("tiny", "fsdp2").overtake == noted

@@ -53,9 +53,10 @@ def test_drift_is_told_when_it_sets_in(values, warned_at):
 def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_later_drift(key, value):
     drift = PolicyDrift()
     assert not any(drift.observe({KL: 0.0005}, step) for step in range(7))
-    warning = drift.observe({KL: 0.0005, "actor/entropy": 1.0, key: value}, 7)
+    data = {KL: 0.0005, "actor/entropy": 1.0, key: value}
+    warning = step_log.not_finite(data, 7)
     assert warning is not None and "step 7" in warning and f"{key} {value}" in warning
-    assert "actor/entropy" not in warning
+    assert "actor/entropy" not in warning and drift.observe(data, 7) is None
     assert drift.observe({KL: 0.0005}, 8) is None
     assert drift.observe({KL: 0.5}, 9) is not None
 

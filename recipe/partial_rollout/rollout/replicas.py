@@ -125,16 +125,10 @@ class ServerControl:
         return new
 
     async def _asked(self, verb: str) -> dict[str, Any]:
-        """Address to answer of each living replica, or to the error in its place."""
-
-        async def ask(address: str, server: Any) -> Any:
-            what = f"asking the vLLM replica {address} for its {verb}"
-            asking = answer_of(lambda: result_of(getattr(server, verb).remote()))
-            return await wait(asking, self._deadline_s, what, "interrupt_s")
-
-        living = self.servers
-        answers = await asyncio.gather(*[ask(*item) for item in living.items()], return_exceptions=True)
-        return dict(zip(living, answers, strict=True))
+        """Address to answer of each living replica's server, or to the error in its place."""
+        what = f"asking for {verb} of"
+        answers = await self._answers(what, lambda replica: result_of(getattr(replica.server_handle, verb).remote()))
+        return {replica.server_address: answer for replica, answer in answers.items()}
 
     async def restart_dead(self) -> None:
         """Restart the dead replicas, under new addresses and without the trainer's weights.
@@ -182,14 +176,8 @@ class ServerControl:
         log.use_replicas(self._known)
 
     async def _all(self, what: str, verb: Callable[[Any], Awaitable[object]]) -> None:
-        living = self._living
-        answers = await wait(
-            asyncio.gather(*[answer_of(lambda r=replica: verb(r)) for replica in living], return_exceptions=True),
-            self._deadline_s,
-            f"{what} the vLLM replicas {', '.join(self.addresses)}",
-            "interrupt_s",
-        )
-        for replica, answer in zip(living, answers, strict=True):
+        """Have every living replica do ``verb``; those that die of it are left out from then on."""
+        for replica, answer in (await self._answers(what, verb)).items():
             if isinstance(answer, BaseException):
                 if not means_death(answer):
                     raise answer
@@ -197,6 +185,17 @@ class ServerControl:
                 logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
         if not self._living:
             raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
+
+    async def _answers(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[Any, Any]:
+        """The answer of each living replica, or the error in its place; all are asked at once."""
+
+        async def answer(replica: Any) -> Any:
+            named = f"{what} vLLM replica {replica.server_address}"
+            return await wait(answer_of(lambda: ask(replica)), self._deadline_s, named, "interrupt_s")
+
+        living = self._living
+        answers = await asyncio.gather(*map(answer, living), return_exceptions=True)
+        return dict(zip(living, answers, strict=True))
 
 
 def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -182,7 +182,6 @@ class RunSession:
             experiment: name of the run, strategy: of verl's actor; for the report.
         """
         self.control, self.slots, self.trainers = control, slots, trainers
-        self.settings = replace(self.settings, slots_per_replica=slots.per_replica)
         directory = self.run_dir
         if not self.trains:
             self._scratch = TemporaryDirectory()
@@ -200,7 +199,7 @@ class RunSession:
             batch_groups=size,
             samples_per_group=settings.samples_per_group,
             replicas=len(self.control),
-            slots_per_replica=settings.slots_per_replica,
+            slots_per_replica=self.slots.per_replica,
             max_staleness=settings.max_staleness if settings.enable else 0,
             mode=str(settings.mode) if settings.enable else "sync",
             policy=str(settings.scheduling.policy) if settings.enable else "none",

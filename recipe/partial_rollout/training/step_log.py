@@ -57,7 +57,8 @@ class StepLog:
         """Metrics of ``step`` with the overview's figures; prints the line, warns."""
         data = {**overview(data, partial=self._settings.enable), **data}
         tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
-        if warning := self._drift.observe(data, step) if self._settings.enable else not_finite(data, step):
+        warnings = (not_finite(data, step), self._drift.observe(data, step) if self._settings.enable else None)
+        for warning in filter(None, warnings):
             tqdm.write(warning)
         return data
 
@@ -124,10 +125,7 @@ class PolicyDrift:
         self._alarmed = False
 
     def observe(self, data: Mapping[str, Any], step: int) -> str | None:
-        """Warnings if drift begins in ``step``, or a figure of it is not finite; None if all is well or drift goes on."""
-        return "\n".join(filter(None, (not_finite(data, step), self._drift(data, step)))) or None
-
-    def _drift(self, data: Mapping[str, Any], step: int) -> str | None:
+        """A warning if drift begins in ``step``; None if all is well or drift goes on."""
         kl = float(data.get(KL, nan))
         if not isfinite(kl):
             return None
