@@ -7,7 +7,7 @@ import pytest
 
 from recipe.partial_rollout.checkpoint import manifest
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError, write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import Lineage
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from tests.unit.shared import damaged
 
 
@@ -80,12 +80,12 @@ def test_manifest_of_an_earlier_version_is_foreign(tmp_path):
 
 
 def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told_while_foreign_ones_stop_the_run(tmp_path):
-    assert Lineage(tmp_path / "missing").newest_whole() == Lineage(tmp_path).newest_whole() == (None, [])
+    assert RunCheckpoints(tmp_path / "missing").newest_whole() == RunCheckpoints(tmp_path).newest_whole() == (None, [])
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 11, seal=False)
-    found, (refused,) = Lineage(tmp_path).newest_whole()
+    found, (refused,) = RunCheckpoints(tmp_path).newest_whole()
     assert found == manifest.verify(newest) and "global_step_11 is torn" in refused
     (tmp_path / "global_step_12").mkdir()
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
-        Lineage(tmp_path).newest_whole()
+        RunCheckpoints(tmp_path)

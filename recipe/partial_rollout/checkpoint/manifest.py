@@ -54,7 +54,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     format: Format = 4
     step: int
     life: str
-    """id of the process that sealed it (``Lineage``)"""
+    """id of the process that sealed it (``Life``)"""
     state: str
     """what the names of its state files end with (``state_file``): those of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}

@@ -70,83 +70,6 @@ class Life(Struct, frozen=True, omit_defaults=True):
     """that checkpoint, if another run made it"""
 
 
-class Lineage:
-    """The lives that lead to the present of the run in ``run_dir``.
-
-    >>> lineage = Lineage(Path("outputs/none"))
-    >>> lineage.lives = [Life("a", "a"), Life("b", "a", 4)]
-    >>> lineage.holds("a", 4), lineage.holds("a", 6), lineage.holds("b", 6), lineage.holds("c", 6)
-    (True, False, True, False)
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._path = run_dir / _LINEAGE
-        try:
-            self.lives = msgspec.json.decode(self._path.read_bytes(), type=list[Life]) if self._path.exists() else []
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            words = f"{self._path} is cut off or changed: delete it, and each checkpoint there counts"
-            raise TornCheckpointError(words) from error
-
-    def holds(self, life: str | None, step: int) -> bool:
-        """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
-        until = [later.step for _, later in pairwise(self.lives)]
-        ends = zip(self.lives, [*until, step], strict=False)
-        return not self.lives or any(each.id == life and step <= end for each, end in ends)
-
-    def begin(self, parent: str | None, step: int, *, origin: Path | None = None, branches: bool = False) -> Life:
-        """Record that this process trains on.
-
-        Args:
-            parent: the life that sealed the checkpoint of ``step`` that it goes on from; None: from scratch.
-            origin: that checkpoint, if another run made it.
-            branches: whether that checkpoint is not where the run had come to.
-        """
-        new = uuid4().hex[:16]
-        ids = [life.id for life in self.lives]
-        lives = self.lives[: ids.index(parent) + 1] if parent in ids else []
-        if parent is not None and not lives and origin is None:
-            lives = [Life(parent, new)]
-        # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
-        branch = (self.lives or lives)[-1].branch if lives and not branches else new
-        self.lives = [*lives, Life(new, branch, step, origin and str(origin.resolve()))]
-        write_atomically(self._path, msgspec.json.encode(self.lives))
-        return self.lives[-1]
-
-    def newest_whole(self) -> tuple[Manifest | None, list[str]]:
-        """The manifest of its newest whole ``global_step_N`` in the run's directory, and a line for each newer torn one.
-
-        Steps grow along a lineage, so the newest is the highest.
-
-        Raises:
-            ForeignCheckpointError: a newer one was made by something else; the message says what to do.
-        """
-        refused: list[str] = []
-        for step, step_dir in sorted(self._steps(), reverse=True):
-            try:
-                if self.holds(read(step_dir).life, step):
-                    return verify(step_dir), refused
-            except TornCheckpointError as error:
-                refused.append(str(error))
-        return None, refused
-
-    def superseded(self, *, unsealed: bool) -> Iterator[Path]:
-        """The checkpoints in the directory that do not lead to the present; torn ones if ``unsealed``."""
-        for step, step_dir in self._steps():
-            try:
-                stands = self.holds(read(step_dir).life, step)
-            except TornCheckpointError:
-                stands = not unsealed
-            except ForeignCheckpointError:
-                stands = False
-            if not stands:
-                yield step_dir
-
-    def _steps(self) -> list[tuple[int, Path]]:
-        found = ((STEP.fullmatch(path.name), path) for path in self._run_dir.glob("global_step_*"))
-        return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-
-
 def writable(folder: Any) -> bool:
     """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
     try:
@@ -180,7 +103,7 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run directory, and which of them to resume.
+    """The checkpoints of one run directory, the lives that lead to the run's present, and the checkpoint to resume.
 
     Its files are checked here, once. ``begin`` makes the choice the run's lineage, before the first ``save``.
 
@@ -192,13 +115,19 @@ class RunCheckpoints:
     Raises:
         TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
         ForeignCheckpointError: something else made it.
+
+    >>> run = RunCheckpoints(Path("outputs/none"))
+    >>> run.lives = [Life("a", "a"), Life("b", "a", 4)]
+    >>> run.holds("a", 4), run.holds("a", 6), run.holds("b", 6), run.holds("c", 6)
+    (True, False, True, False)
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
         self.run_dir = run_dir
         self._keep = keep
         self._by_path = mode == "resume_path"
-        self.lineage = Lineage(run_dir)
+        self.lives = self._recorded_lives()
+        """those that lead to the present, oldest first; from ``begin`` on the last is this process"""
         self.chosen: Path | None = None
         """the checkpoint to resume; None: from scratch"""
         self.resumed: Manifest | None = None
@@ -223,12 +152,47 @@ class RunCheckpoints:
         """verl's directory of the checkpoint of ``step``."""
         return self.run_dir / f"global_step_{step}"
 
-    # -- what to go on from ------------------------------------------------------------------------------------------
+    def _steps(self) -> list[tuple[int, Path]]:
+        found = ((STEP.fullmatch(path.name), path) for path in self.run_dir.glob("global_step_*"))
+        return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+
+    # -- the lineage ---------------------------------------------------------------------------------------------------
+
+    def _recorded_lives(self) -> list[Life]:
+        path = self.run_dir / _LINEAGE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[Life]) if path.exists() else []
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            words = f"{path} is cut off or changed: delete it, and each checkpoint there counts"
+            raise TornCheckpointError(words) from error
+
+    def holds(self, life: str, step: int) -> bool:
+        """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
+        until = [later.step for _, later in pairwise(self.lives)]
+        ends = zip(self.lives, [*until, step], strict=False)
+        return not self.lives or any(each.id == life and step <= end for each, end in ends)
+
+    def newest_whole(self) -> tuple[Manifest | None, list[str]]:
+        """The manifest of the newest whole ``global_step_N`` of the lineage, and a line for each newer torn one.
+
+        Steps grow along a lineage, so the newest is the highest.
+
+        Raises:
+            ForeignCheckpointError: a newer one was made by something else; the message says what to do.
+        """
+        refused: list[str] = []
+        for step, step_dir in sorted(self._steps(), reverse=True):
+            try:
+                if self.holds(read(step_dir).life, step):
+                    return verify(step_dir), refused
+            except TornCheckpointError as error:
+                refused.append(str(error))
+        return None, refused
 
     def _choose_newest(self) -> None:
-        """The checkpoint of the present lineage that was sealed last: one of this directory, or the one it began from."""
-        found, torn = self.lineage.newest_whole()
-        last = next((life for life in reversed(self.lineage.lives) if life.origin), None)
+        """The checkpoint of the lineage that was sealed last: one of this directory, or the one it began from."""
+        found, torn = self.newest_whole()
+        last = next((life for life in reversed(self.lives) if life.origin), None)
         if last is not None and (found is None or found.step < last.step):
             origin = Path(str(last.origin))
             if not origin.is_dir():
@@ -247,9 +211,8 @@ class RunCheckpoints:
     @property
     def goes_on(self) -> bool:
         """Whether the checkpoint to resume leads to the present of this directory's run."""
-        if self.chosen is None or self.resumed is None:
-            return False
-        return self.lineage.holds(self.resumed.life, self.resumed.step) if self.lineage.lives else self._is_here
+        known = self._is_here or bool(self.lives)
+        return known and self.resumed is not None and self.holds(self.resumed.life, self.resumed.step)
 
     @property
     def _is_here(self) -> bool:
@@ -260,17 +223,40 @@ class RunCheckpoints:
 
         ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
         """
-        step = self.resumed_step
-        newest = self.lineage.newest_whole()[0] if self._by_path and self.goes_on else None
+        step, new = self.resumed_step, uuid4().hex[:16]
+        newest = self.newest_whole()[0] if self._by_path and self.goes_on else None
         branches = not self.goes_on or (newest is not None and newest.step != step)
-        origin = None if self._is_here else self.chosen
-        life = self.lineage.begin(self.resumed and self.resumed.life, step, origin=origin, branches=branches)
-        aside = self.run_dir / _SUPERSEDED / life.id
-        set_aside(self.lineage.superseded(unsealed=branches), aside)
+        origin = None if self._is_here or self.chosen is None else str(self.chosen.resolve())
+        before = self._lives_before(self.resumed.life, new) if self.resumed else []
+        # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
+        branch = (self.lives or before)[-1].branch if before and not branches else new
+        self.lives = [*before, Life(new, branch, step, origin)]
+        write_atomically(self.run_dir / _LINEAGE, msgspec.json.encode(self.lives))
+        aside = self.run_dir / _SUPERSEDED / new
+        set_aside(self._superseded(unsealed=branches), aside)
         if self.resumed is not None and self.step_dir(step).is_dir():
             self._on_disk, self._kept = step, [*self.resumed.kept]
         self._track(self._on_disk)
         return aside
+
+    def _lives_before(self, parent: str, new: str) -> list[Life]:
+        """The lives up to ``parent``, which sealed the checkpoint that life ``new`` goes on from."""
+        ids = [life.id for life in self.lives]
+        if parent in ids:
+            return self.lives[: ids.index(parent) + 1]
+        return [Life(parent, new)] if self._is_here else []
+
+    def _superseded(self, *, unsealed: bool) -> Iterator[Path]:
+        """The checkpoints in the directory that do not lead to the present; torn ones if ``unsealed``."""
+        for step, step_dir in self._steps():
+            try:
+                stands = self.holds(read(step_dir).life, step)
+            except TornCheckpointError:
+                stands = not unsealed
+            except ForeignCheckpointError:
+                stands = False
+            if not stands:
+                yield step_dir
 
     def _track(self, step: int | None) -> None:
         tracker = self.run_dir / "latest_checkpointed_iteration.txt"
@@ -300,8 +286,8 @@ class RunCheckpoints:
             RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
                 Or another process has begun in the directory.
         """
-        life = self.lineage.lives[-1]
-        if Lineage(self.run_dir).lives[-1:] != [life]:
+        life = self.lives[-1]
+        if self._recorded_lives()[-1:] != [life]:
             raise RuntimeError(f"another process has begun to train in {self.run_dir}: step {step} is not saved")
         step_dir = self.step_dir(step)
         if step != self._on_disk:

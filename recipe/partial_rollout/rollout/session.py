@@ -116,12 +116,12 @@ class RunSession:
     @property
     def branch(self) -> str | None:
         """Id of the run for a tracker: a run that goes back to an earlier step has another; None: it only validates."""
-        return self.checkpoints.lineage.lives[-1].branch if self.trains else None
+        return self.checkpoints.lives[-1].branch if self.trains else None
 
     @property
     def continues(self) -> bool:
         """Whether a tracker has a run of id ``branch``, from an earlier process."""
-        return self.trains and self.checkpoints.lineage.lives[-1].id != self.branch
+        return self.trains and self.checkpoints.lives[-1].id != self.branch
 
     @property
     def metrics(self) -> Path:
