@@ -38,7 +38,7 @@ def table(name):
     chosen = {each.name: each for each in declarations(PartialRolloutConfig)}
     rows = []
     for each in [chosen[key] for key in FIRST] if first else chosen.values():
-        stands_for = f" ({each.key.null})" if each.key.null else ""
+        stands_for = f" ({each.null})" if each.null else ""
         words = meaning(each)
         if first:
             one_of = ", ".join(f"`{choice}`" for choice in choices(each))

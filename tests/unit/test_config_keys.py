@@ -72,7 +72,11 @@ def test_misspelt_key_is_refused_with_the_nearest(composed_config, name, message
         ("deadlines.reward_s", "true", "partial_rollout.deadlines.reward_s=True: seconds above 0"),
         ("slots_per_replica", "0", "partial_rollout.slots_per_replica=0: an integer of at least 1, or null"),
         ("overlap", "null", "partial_rollout.overlap=None: a number above -1"),
-        ("failures.max_masked_fraction", "1.5", "failures.max_masked_fraction=1.5: at most 1: a share of the batch"),
+        (
+            "failures.max_masked_fraction",
+            "1.5",
+            "failures.max_masked_fraction=1.5: a number of at least 0 and at most 1",
+        ),
         ("mode", "null", "partial_rollout.mode=None: one of window, ssim, april"),
     ],
 )

@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
+
+from recipe.partial_rollout.waits import one_line
 
 
 class ConfigError(ValueError):
@@ -39,7 +42,15 @@ def fail(key: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{key}={value}: {allowed}")
 
 
-_KEY, _SECTION = "key", "section"
+@contextmanager
+def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception):
+    """While entered, one of ``errors`` becomes the error for ``key``, which tells it in brackets."""
+    try:
+        yield
+    except errors as error:
+        # hydra wraps what a class raises; its cause says why.
+        raise fail(key, value, f"{allowed} ({one_line(error.__cause__ or error)})") from error
+
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
@@ -47,93 +58,86 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key's declaration, apart from its type and default."""
+    """A key's declaration."""
 
+    name: str = ""
+    """dotted, such as ``deadlines.stall_s``; what ends so is in seconds"""
+    kind: Any = None
+    """type, as annotated"""
+    default: Any
     words: str
     """its meaning, for the README's table"""
     at_least: float | None = None
     above: float | None = None
-    share_of: str = ""
-    """what a share, at most 1, is a share of"""
-    unit: str = "a number"
-    """what a float counts, as the error names it"""
+    at_most: float = math.inf
     word: str | float | None = None
     """a word, or infinity, that the key accepts besides numbers"""
     null: str | None = None
     """what null stands for, if the settings fill it in; for the README's table"""
 
     def allowed(self, kind: Any, *, nullable: bool) -> str:
-        """The values that a key of type ``kind`` may have, in words."""
+        """The values that it may have, each a ``kind``, in words."""
         if get_origin(kind) is tuple:
             words = "[low, high], each " + self.allowed(get_args(kind)[0], nullable=False)
         elif issubclass(kind, StrEnum):
             words = "one of " + ", ".join(kind)
         else:
+            number = "an integer" if kind is int else "seconds" if self.name.endswith("_s") else "a number"
             least = f"above {self.above:g}" if self.above is not None else f"of at least {self.at_least:g}"
-            words = f"{'an integer' if kind is int else self.unit} {least}"
+            words = f"{number} {least}" + (f" and at most {self.at_most:g}" if self.at_most < math.inf else "")
         return ", or ".join([words, *([str(self.word)] if self.word else []), *(["null"] if nullable else [])])
 
     def within(self, number: float) -> bool:
-        """Whether a number is in the limits, the upper one of a share apart."""
+        """Whether a number is in the limits."""
         high_enough = number > self.above if self.above is not None else number >= (self.at_least or 0)
-        return math.isfinite(number) and high_enough
+        return math.isfinite(number) and high_enough and number <= self.at_most
+
+
+_PART = "part"
+"""in the metadata of a section's field: its ``Key``, or the section inside"""
 
 
 def key(default: Any, words: str, **limits: Any) -> Any:
     """A field of a section: a key with its default and meaning; ``limits`` are ``Key``'s."""
-    return field(default=default, metadata={_KEY: Key(words=words, **limits)})
+    return field(default=default, metadata={_PART: Key(default=default, words=words, **limits)})
 
 
 def section(kind: type) -> Any:
     """A field of a section: the keys of section ``kind``, under the field's name."""
-    return field(default_factory=kind, metadata={_SECTION: kind})
+    return field(default_factory=kind, metadata={_PART: kind})
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """One key of a section, or of a section inside it."""
-
-    name: str
-    """dotted, such as ``deadlines.stall_s``"""
-    kind: Any
-    """type, as annotated"""
-    default: Any
-    key: Key
-
-
-def _parts(kind: type) -> Iterator[tuple[Field[Any], Any]]:
-    """Keys and sections of ``kind``, each with its type; fields not made by ``key`` or ``section`` are left out."""
+def _parts(kind: type) -> Iterator[tuple[str, Key | type]]:
+    """Keys and sections of ``kind``, by name; fields not made by ``key`` or ``section`` are left out."""
     hints = get_type_hints(kind)
     for item in fields(kind):
-        if _KEY in item.metadata or _SECTION in item.metadata:
-            yield item, hints[item.name]
+        part = item.metadata.get(_PART)
+        if part is not None:
+            yield item.name, replace(part, name=item.name, kind=hints[item.name]) if isinstance(part, Key) else part
 
 
-def declarations(kind: type, at: str = "") -> Iterator[Declaration]:
-    """Every key of section ``kind``, in the order of declaration."""
-    for item, hint in _parts(kind):
-        if _KEY in item.metadata:
-            yield Declaration(at + item.name, hint, item.default, item.metadata[_KEY])
+def declarations(kind: type, at: str = "") -> Iterator[Key]:
+    """Every key of section ``kind``, and of the sections inside it, in the order of declaration."""
+    for name, part in _parts(kind):
+        if isinstance(part, Key):
+            yield replace(part, name=at + name)
         else:
-            yield from declarations(item.metadata[_SECTION], f"{at}{item.name}.")
+            yield from declarations(part, f"{at}{name}.")
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
     """The defaults of section ``kind`` as plain values, for hydra."""
-    found: dict[str, Any] = {}
-    for item, _ in _parts(kind):
-        if _SECTION in item.metadata:
-            found[item.name] = defaults_of(item.metadata[_SECTION])
-        else:
-            found[item.name] = item.default.value if isinstance(item.default, StrEnum) else item.default
-    return found
+    return {
+        name: msgspec.to_builtins(part.default) if isinstance(part, Key) else defaults_of(part)
+        for name, part in _parts(kind)
+    }
 
 
 # -- a user's values ---------------------------------------------------------------------------------------------------
 
 
 def read(kind: type, node: Any, at: str) -> dict[str, Any]:
-    """The values of section ``kind`` in ``node``, checked; a key that ``node`` lacks has its default.
+    """The values of section ``kind`` in ``node``, which has no other keys; a key that it lacks has its default.
 
     Args:
         at: path of the section, for errors.
@@ -142,25 +146,30 @@ def read(kind: type, node: Any, at: str) -> dict[str, Any]:
         ConfigError: in one line.
     """
     if not isinstance(node, Mapping):
-        raise fail(at, node, "its keys: " + ", ".join(item.name for item, _ in _parts(kind)))
+        raise fail(at, node, "its keys: " + ", ".join(name for name, _ in _parts(kind)))
+    names = {declared.name for declared in declarations(kind)}
+    sections = {name.rpartition(".")[0] for name in names}
+    for name, value in leaves(node):
+        # A section that is no mapping is refused below.
+        if name not in names | sections:
+            raise unknown(kind, name, value, at)
     values = {}
-    for item, hint in _parts(kind):
-        path = f"{at}.{item.name}"
-        if _SECTION in item.metadata:
-            inner = item.metadata[_SECTION]
-            values[item.name] = inner(**read(inner, node.get(item.name, {}), path))
+    for name, part in _parts(kind):
+        path = f"{at}.{name}"
+        if isinstance(part, Key):
+            values[name] = checked(path, node.get(name, part.default), part)
         else:
-            values[item.name] = checked(path, node.get(item.name, item.default), hint, item.metadata[_KEY])
+            values[name] = part(**read(part, node.get(name, {}), path))
     return values
 
 
-def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
-    """``value`` as a ``kind``, within the limits that ``declared`` sets.
+def checked(path: str, value: Any, declared: Key) -> Any:
+    """``value`` as a value of key ``declared``.
 
     Raises:
         ConfigError: in one line.
     """
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    kinds = get_args(declared.kind) if isinstance(declared.kind, UnionType) else (declared.kind,)
     nullable = NoneType in kinds or declared.null is not None
     (plain,) = (each for each in kinds if each is not NoneType)
     if (value is None and nullable) or (declared.word is not None and value == declared.word):
@@ -181,22 +190,10 @@ def checked(path: str, value: Any, kind: Any, declared: Key) -> Any:
     numbers: Any = found if isinstance(found, tuple) else [found]
     if not all(map(declared.within, numbers)):
         raise refused
-    if declared.share_of and numbers[0] > 1:
-        raise fail(path, found, f"at most 1: a share of {declared.share_of}")
     return found
 
 
 # -- keys that do not exist --------------------------------------------------------------------------------------------
-
-
-def refuse_unknown(kind: type, node: Mapping[Any, Any], at: str) -> None:
-    """Raise ``ConfigError`` for the first key of ``node`` that section ``kind``, at path ``at``, does not declare."""
-    names = {declared.name for declared in declarations(kind)}
-    sections = {name.rpartition(".")[0] for name in names}
-    for name, value in leaves(node):
-        # A section that is no mapping is for ``read`` to refuse.
-        if name not in names | sections:
-            raise unknown(kind, name, value, at)
 
 
 def unknown(kind: type, name: str, value: object, at: str) -> ConfigError:
@@ -220,5 +217,6 @@ def nearest(name: str, names: list[str]) -> str | None:
     last, beginning = name.rpartition(".")[2], name.rpartition("_")[0]
     same = [each for each in names if each.rpartition(".")[2] == last]
     alike = [each for each in names if beginning and each.startswith(f"{beginning}_")]
-    found = same or get_close_matches(name, alike, 1, cutoff=0) or get_close_matches(name, names, 1, cutoff=0.5)
-    return found[0] if found else None
+    if same:
+        return max(same, key=lambda each: len({*each.split(".")} & {*name.split(".")}))
+    return next(iter(get_close_matches(name, alike, 1, 0) or get_close_matches(name, names, 1, 0.5)), None)

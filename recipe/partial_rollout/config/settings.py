@@ -14,14 +14,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.keys import (
-    defaults_of,
-    fail,
-    key,
-    read,
-    refuse_unknown,
-    section,
-)
+from recipe.partial_rollout.config.keys import defaults_of, fail, key, read, section
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -116,7 +109,7 @@ class TrustRegion(Choice):
 
 def seconds(default: float, words: str) -> float:
     """A key in seconds, above 0."""
-    return key(default, words, above=0, unit="seconds")
+    return key(default, words, above=0)
 
 
 def whole(groups: float) -> int:
@@ -173,7 +166,6 @@ class ToolCalls:
         "Seconds without an engine call, whatever a sample awaits (a tool, its reward, a place in a sandbox), after which "
         "it gives its slot to another, until it needs the engine again. `inf`: it keeps its slot.",
         at_least=0,
-        unit="seconds",
         word=math.inf,
     )
 
@@ -204,7 +196,7 @@ class FailureLimits:
         0.25,
         "Share of a batch's samples that may be masked; above it the run ends.",
         at_least=0,
-        share_of="the batch",
+        at_most=1,
     )
     worker_restarts: int = key(
         3,
@@ -337,7 +329,6 @@ class PartialRolloutConfig:
             ConfigError: a key of the recipe's is wrong, or does not exist; in one line.
         """
         rollout = config.actor_rollout_ref.rollout
-        refuse_unknown(cls, config[ROOT], ROOT)
         values = read(cls, config[ROOT], ROOT)
         for name, value in values.items():
             if isinstance(value, bool):

@@ -25,11 +25,10 @@ from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
-from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.keys import fail, refusing
 from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.inputs import data_files
 from recipe.partial_rollout.preflight.user_code import agent_loops, is_verls_loop
-from recipe.partial_rollout.waits import one_line
 
 _TRAIN = "data.train_files"
 _KINDS = (".parquet", ".json", ".jsonl")
@@ -52,10 +51,8 @@ def check_files(config: DictConfig) -> None:
     for key, name in data_files(config):
         if not name.endswith(_KINDS):
             raise fail(key, name, "a file of " + ", ".join(_KINDS))
-        try:
+        with refusing(key, name, "a file that can be read", (pa.ArrowException, OSError, ValueError)):
             columns, rows = _read(Path(name).expanduser())
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise fail(key, name, f"a file that can be read ({one_line(error)})") from error
         if not rows:
             raise fail(key, name, "a file with rows; it has none")
         _check_columns(config, key, name, columns)
@@ -200,18 +197,14 @@ def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], k
     with tqdm(total=len(dataset), desc="prompt lengths", unit=" prompts", leave=False) as bar:
         for start in range(0, len(dataset), _BATCH):
             rows = range(start, min(start + _BATCH, len(dataset)))
-            try:
+            words = (
+                f"prompts that the model's chat template takes; of rows {rows.start} to {rows.stop - 1} it refuses one"
+            )
+            with refusing(key, at(config, key), words, (TemplateError, TypeError, ValueError)):
                 chats = [list(dataset[i]["raw_prompt"]) for i in rows]
                 encoded = tokenizer.apply_chat_template(
                     chats, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
                 )
-            except (TemplateError, TypeError, ValueError) as error:
-                where = f"rows {rows.start} to {rows.stop - 1}"
-                raise fail(
-                    key,
-                    at(config, key),
-                    f"prompts that the model's chat template takes; among {where} it refuses one: {one_line(error)}",
-                ) from error
             lengths[rows.start : rows.stop] = [len(ids) for ids in encoded["input_ids"]]
             bar.update(len(rows))
     return lengths

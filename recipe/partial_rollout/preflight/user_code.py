@@ -26,7 +26,7 @@ from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import import_external_libs, resolve_config_path
 from verl.workers.config.optimizer import build_optimizer
 
-from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.preflight.facts import at, full
 from recipe.partial_rollout.preflight.rule import check_rules, one_of
@@ -124,12 +124,9 @@ def _optimizer_of(optim: DictConfig) -> Any:
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
     """What ``load`` returns; ``words`` say what the value of ``key`` must be."""
-    try:
-        # A BaseTool prints its schema.
-        with contextlib.redirect_stdout(io.StringIO()):
-            return load()
-    except Exception as error:
-        raise fail(full(key), at(config, key), f"{words} ({one_line(error.__cause__ or error)})") from error
+    # A BaseTool prints its schema.
+    with refusing(full(key), at(config, key), words), contextlib.redirect_stdout(io.StringIO()):
+        return load()
 
 
 def _check_reward(config: DictConfig) -> None:

@@ -9,12 +9,12 @@ from enum import StrEnum
 from textwrap import fill, indent
 from typing import get_args
 
-from recipe.partial_rollout.config.keys import Declaration, declarations
+from recipe.partial_rollout.config.keys import Key, declarations
 from recipe.partial_rollout.config.settings import ROOT, Choice, PartialRolloutConfig
 from recipe.partial_rollout.tools.command_line import described
 
 
-def default(declared: Declaration) -> str:
+def default(declared: Key) -> str:
     """The default as a config file would write it."""
     value = declared.default
     if value is None:
@@ -24,12 +24,12 @@ def default(declared: Declaration) -> str:
     return repr(value)
 
 
-def meaning(declared: Declaration) -> str:
+def meaning(declared: Key) -> str:
     """The words of a key, and of each of its choices."""
-    return " ".join([declared.key.words, *(f"`{choice}`: {choice.words}." for choice in choices(declared))])
+    return " ".join([declared.words, *(f"`{choice}`: {choice.words}." for choice in choices(declared))])
 
 
-def choices(declared: Declaration) -> list[Choice]:
+def choices(declared: Key) -> list[Choice]:
     """The values of a key that takes words."""
     kinds = get_args(declared.kind) or (declared.kind,)
     return [choice for kind in kinds if isinstance(kind, type) and issubclass(kind, Choice) for choice in kind]
