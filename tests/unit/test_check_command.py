@@ -134,7 +134,7 @@ WRONG = [
     ("data.seed=-3", r"data.seed=-3: at least 0"),
     ("data.seed=99999999999999999999", r"data.seed=9+: at least 0, below 2\*\*32"),
     ("actor_rollout_ref.rollout.seed=4294967296", r"rollout.seed=4294967296: .*below 2\*\*32"),
-    ("+data.sampler.class_path=mine.py", r"data.sampler=\{'class_path': 'mine.py'\}: None: verl .* does not read it"),
+    ("+data.sampler.class_path=mine.py", r"data.sampler.class_path=mine.py: null: verl .* does not read it"),
     ("data.apply_chat_template_kwargs=x", r"apply_chat_template_kwargs=x: a section of keys"),
     ("trainer.logger=5", r"trainer.logger=5: a list of wandb"),
     ('trainer.project_name="my project"', r"project_name=my project: up to 100 letters"),

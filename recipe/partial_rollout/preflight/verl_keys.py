@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -30,7 +30,6 @@ from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRollou
 from recipe.partial_rollout.waits import one_line
 
 _VERSION = version("verl")
-_LEGACY = ("custom_reward_function", "reward_model", "sandbox_fusion")
 _VERL, _RECIPE = Path(verl.__file__).parent, Path(__file__).resolve().parents[1]
 _TARGET = "_target_"
 _OPEN = {
@@ -40,49 +39,40 @@ _OPEN = {
     "actor_rollout_ref.rollout.custom",
 }
 """nodes that take any key: what they hold is handed to code of the user's"""
-_NULLABLE = {
-    "actor_rollout_ref.actor.clip_ratio_c": "no dual clip",
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "sized by the recipe",
+_TYPES: dict[str, Any] = {
+    "actor_rollout_ref.actor.clip_ratio_c": float | None,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": int | None,
+    "data.gen_batch_size": int | None,
+    "data.seed": int | None,
+    "data.val_batch_size": int | None,
+    "trainer.max_actor_ckpt_to_keep": int | None,
+    "trainer.max_critic_ckpt_to_keep": int | None,
+    "trainer.total_training_steps": int | None,
 }
-"""keys whose null has a meaning that their type does not say"""
-_COUNTS: dict[str, Any] = dict.fromkeys(
-    (
-        "data.gen_batch_size",
-        "data.seed",
-        "data.val_batch_size",
-        "trainer.max_actor_ckpt_to_keep",
-        "trainer.max_critic_ckpt_to_keep",
-        "trainer.total_training_steps",
-    ),
-    int | None,
-)
-"""types of keys that are null by default, and in no dataclass"""
-_MOVED = (
-    ("custom_reward_function", "reward.custom_reward_function"),
-    ("sandbox_fusion", "reward.sandbox_fusion"),
-    ("reward_model.num_workers", "reward.num_workers"),
-    ("reward_model.reward_manager", "reward.reward_manager.name"),
-    ("reward_model.reward_kwargs", "reward.reward_kwargs"),
-    ("reward_model.reward_loop_source", "reward.reward_manager.source"),
-    ("reward_model.reward_loop_module_path", "reward.reward_manager.module.path"),
-    ("reward_model.reward_loop_class_name", "reward.reward_manager.name"),
-    ("reward_model.model.path", "reward.reward_model.model_path"),
-    ("reward_model", "reward.reward_model"),
-)
-"""keys of older releases, which verl still declares as null, and where it reads them now; the first that fits counts"""
+"""of keys that may be null, which verl's annotation does not say, or that are in no dataclass"""
 _UNREAD = {
+    "custom_reward_function": "reward.custom_reward_function",
+    "sandbox_fusion": "reward.sandbox_fusion",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model": "reward.reward_model",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
-    "actor_rollout_ref.actor.freeze_vision_tower": "",
-    "actor_rollout_ref.nccl_timeout": "",
-    "actor_rollout_ref.rollout.over_sample_rate": "",
-    "actor_rollout_ref.rollout.multi_stage_wake_up": "",
-    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": "",
-    "data.reward_fn_key": "",
-    "data.return_raw_input_ids": "",
-    "data.sampler": "",
+    "actor_rollout_ref.actor.freeze_vision_tower": None,
+    "actor_rollout_ref.nccl_timeout": None,
+    "actor_rollout_ref.rollout.over_sample_rate": None,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": None,
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": None,
+    "data.reward_fn_key": None,
+    "data.return_raw_input_ids": None,
+    "data.sampler": None,
 }
-"""keys with a default that verl 0.9.1 does not read, and what it reads instead"""
+"""keys that verl 0.9.1 declares and does not read, and what it reads instead; of several that fit the first counts"""
 
 
 def check_verl_keys(config: DictConfig) -> None:
@@ -114,19 +104,6 @@ def null_section(config: DictConfig, error: Exception) -> ConfigError | None:
     return None
 
 
-def nearest_key(key: str) -> str | None:
-    """The key of verl's that the user probably meant: spelt similarly, or the same in another section."""
-    node: Any = _declared()
-    found = []
-    for part in key.split("."):
-        near = get_close_matches(part, map(str, node), 1, 0.5) if isinstance(node, Mapping) else []
-        if not near:
-            return next((path for path, _ in leaves(_declared()) if path.endswith(f".{key.rpartition('.')[2]}")), None)
-        found += near
-        node = node[near[0]]
-    return ".".join(found)
-
-
 @cache
 def _declared(*, resolve: bool = True) -> dict[str, Any]:
     """verl's own defaults for FSDP, and Megatron's keys besides. Sections that others copy from come first."""
@@ -144,17 +121,7 @@ def _all_mistakes(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
             yield name, given, _section(name, default)
             continue
         section: Any = OmegaConf.to_container(given)
-        if name in _LEGACY:
-            yield from _moved(section, name)
-        else:
-            yield from _mistakes(section, default, name, any_key=own_rows and name == "data")
-
-
-def _moved(section: Mapping[Any, Any], name: str) -> Iterator[tuple[str, Any, str]]:
-    for path, value in leaves(section, f"{name}."):
-        if value is not None and value != {}:
-            old, new = next(pair for pair in _MOVED if f"{path}.".startswith(f"{pair[0]}."))
-            yield path, value, f"null: verl {_VERSION} reads {new}{path.removeprefix(old)} instead"
+        yield from _mistakes(section, default, name, any_key=own_rows and name == "data")
 
 
 def _mistakes(
@@ -172,25 +139,35 @@ def _mistakes(
     hints = _hints(node.get(_TARGET) or kind)
     for name, value in node.items():
         at = f"{path}.{name}"
+        default = known.get(name)
         if at in _OPEN or name == _TARGET:
+            continue
+        if any(f"{at}.".startswith(f"{key}.") for key in _UNREAD):
+            yield from _unread(leaves({at: value}), dict(leaves({at: default})))
             continue
         if at in _HANDED_ON and isinstance(value, Mapping):
             yield from _unknown(value, at)
             continue
         if not (any_key or name in known or name in hints or not known | hints or _is_read(path, str(name))):
             yield at, value, _no_such(path, str(name), "nothing reads it", [*known, *hints])
-        if at in _UNREAD and value != known.get(name):
-            instead = _UNREAD[at]
-            yield at, value, f"{known.get(name)}: verl {_VERSION} does not read it" + (instead and f", but {instead}")
-        default = known.get(name)
         if isinstance(default, Mapping) and not isinstance(value, Mapping | None):
             yield at, value, _section(at, default)
         elif isinstance(default, list) and not isinstance(value, list | None) and at != "trainer.logger":
             yield at, value, f"a list such as [{', '.join(map(str, default))}]"
-        elif allowed := _refusal(value, _COUNTS.get(at, hints.get(name)), default, nullable=at in _NULLABLE):
+        elif allowed := _refusal(value, _TYPES.get(at, hints.get(name)), default):
             yield at, value, allowed
         elif isinstance(value, Mapping):
             yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
+
+
+def _unread(given: Iterable[tuple[str, Any]], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Those of ``given``, keys of ``_UNREAD``, that are other than verl's ``defaults``."""
+    for path, value in given:
+        default = defaults.get(path)
+        if value not in (default, None, {}):
+            old, new = next(pair for pair in _UNREAD.items() if f"{path}.".startswith(f"{pair[0]}."))
+            reads = f"reads {new}{path.removeprefix(old)} instead" if new else "does not read it"
+            yield path, value, f"{'null' if default is None else default}: verl {_VERSION} {reads}"
 
 
 def _of_ray() -> set[str]:
@@ -235,23 +212,20 @@ def _section(path: str, default: Mapping[str, Any]) -> str:
     return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
 
 
-def _refusal(value: Any, hint: Any, default: Any, *, nullable: bool) -> str | None:
+def _refusal(value: Any, hint: Any, default: Any) -> str | None:
     """What is allowed, if ``value`` is not; only flags and numbers are checked.
 
     Args:
-        hint: the annotation of verl's dataclass; None: there is none.
+        hint: as annotated in verl's dataclass, or in ``_TYPES``; None: there is none.
         default: in verl's files; it says the type where there is no hint.
     """
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint or type(default)}
-    nullable = nullable or NoneType in kinds or default is None
+    nullable = NoneType in kinds or default is None
     kinds -= {NoneType}
     if not kinds or not kinds <= {bool, int, float} or (value is None and nullable):
         return None
-    if kinds == {bool}:
-        good, words = isinstance(value, bool), "true or false"
-    else:
-        number, words = (int | float, "a number") if float in kinds else (int, "an integer")
-        good = isinstance(value, number) and not isinstance(value, bool)
+    good = type(value) in kinds or (float in kinds and type(value) is int)
+    words = "true or false" if kinds == {bool} else "a number" if float in kinds else "an integer"
     if isinstance(value, str) and re.fullmatch(r"[-+\d.]+(e-?\d+)?", value):
         words += " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
     return None if good else words + (", or null" if nullable else "")
@@ -296,7 +270,7 @@ def of_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
     given = next((argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")), "")
     if key.startswith(f"{ROOT}."):
         return unknown(PartialRolloutConfig, key.removeprefix(f"{ROOT}."), given, ROOT)
-    near = nearest_key(key)
+    near = nearest(key, [path for path, _ in leaves(_declared())])
     return fail(key, given, "no such key; " + (f"did you mean {near}?" if near else f"+{key}={given} adds it"))
 
 
