@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
+from contextlib import suppress
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
@@ -79,7 +81,7 @@ def most_calls(config: DictConfig) -> int:
     return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout)) - CONTROL_METHOD_CONCURRENCY
 
 
-# -- rewards, loggers, engines and directories --------------------------------------------------------------------------
+# -- rewards, loggers, engines and estimators ----------------------------------------------------------------------------
 
 
 def penalises_length(config: DictConfig) -> bool:
@@ -127,6 +129,13 @@ def is_attention(value: Any, config: DictConfig) -> bool:
     return not isinstance(value, str) or value in attentions(config) or "/" in value
 
 
+def compares_siblings(config: DictConfig) -> bool:
+    """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
+    estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
+    verls = estimator is not None and estimator.__module__.startswith("verl.")
+    return verls and "index" in inspect.signature(estimator).parameters
+
+
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,11 +156,10 @@ def clips_once(config: DictConfig) -> bool:
 def rejects(rejection: Any, config: DictConfig) -> bool:
     """Whether verl can reject samples as ``algorithm.rollout_correction`` says."""
     zeros = torch.zeros(1, 1)
-    try:
+    with suppress(TypeError, ValueError):
         compute_rollout_rejection_mask(zeros, zeros + 1, rejection, at(config, f"{_CORRECTION}.rollout_rs_threshold"))
-    except (TypeError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def fitting_level(config: DictConfig) -> WeightLevel:
@@ -168,11 +176,10 @@ def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
     """Whether verl accepts the threshold, and a token of weight 1 keeps it."""
     level = at(config, f"{_CORRECTION}.rollout_is") or fitting_level(config)
     on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    try:
+    with suppress(TypeError, ValueError):
         weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
-    except (TypeError, ValueError):
-        return False
-    return bool(weights.any())
+        return bool(weights.any())
+    return False
 
 
 def needed_of_loss(config: DictConfig) -> str:

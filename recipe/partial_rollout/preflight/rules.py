@@ -53,10 +53,6 @@ _LONGEST_RESPONSE = "reward.reward_kwargs.max_resp_len"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
-_GROUPED = [
-    "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
-]  # fmt: skip
-"""advantage estimators with a baseline made of a prompt's other samples"""
 _ROUTES = "routes are not kept over interruptions"
 _KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
 _PROJECT = r"[\w+.-]{1,100}"
@@ -71,6 +67,10 @@ _V1 = on("trainer.use_v1")
 _UNCORRECTED = _PR.also(on("partial_rollout.correction", Correction.NONE))
 _CRITIC, _REFERENCE = When(need_critic), When(need_reference_policy)
 _CPU = on("trainer.device", "cpu")
+
+
+def _directory(key: str) -> Rule:
+    return Rule(key, lambda v, _: v and writable(v), "a directory that this user can write")
 
 
 def _passes() -> Iterator[Rule]:
@@ -178,11 +178,8 @@ _TRAINING = (
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
         "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
     ),
-    Rule("trainer.default_local_dir", lambda v, _: v, "a directory"),
-    *(
-        Rule(f"trainer.{key}", lambda v, _: v is None or writable(v), "a directory that this user can write")
-        for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir")
-    ),
+    _directory("trainer.default_local_dir"),
+    *(or_null(_directory(f"trainer.{key}_data_dir")) for key in ("rollout", "validation")),
 )
 _LEARNING = (
     # dynamic sampling
@@ -217,7 +214,7 @@ _LEARNING = (
     *where(on("algorithm.adv_estimator", "gae"), other_than("critic.enable", False, "it takes a critic's values")),
     Rule(
         "rollout.n",
-        lambda v, c: v >= 2 or at(c, "algorithm.adv_estimator") not in _GROUPED,
+        lambda v, c: v >= 2 or not facts.compares_siblings(c),
         "at least 2 with algorithm.adv_estimator={algorithm.adv_estimator}, whose baseline is a prompt's other samples "
         "(1 is verl's default; the recipes have 8)",
     ),
