@@ -18,7 +18,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.import_utils import load_class_from_fqn
 
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.preflight.inputs import check_cpus, check_devices_of_ray
+from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.rollout.cluster_nodes import accepts
 from recipe.partial_rollout.rollout.session import RunSession
@@ -102,13 +102,6 @@ def _remedy(config: DictConfig) -> str:
     )
 
 
-def check_cluster(config: DictConfig) -> None:
-    """Raise ``ConfigError`` where Ray has fewer devices or CPUs than trainer and engines need: it waits for ever."""
-    has = ray.cluster_resources()
-    check_devices_of_ray(config, available=int(has.get("GPU", 0)))
-    check_cpus(config, available=int(has.get("CPU", 0)))
-
-
 class TaskRunner(BaseTaskRunner):
     """Loads datasets and tokenizer at construction, which needs no Ray, and builds the rest in ``train``.
 
@@ -131,7 +124,7 @@ class TaskRunner(BaseTaskRunner):
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
             NodeLostError: the training failed, and one of Ray's nodes had died.
         """
-        check_cluster(self.config)
+        check_cluster(self.config, ray.cluster_resources())
         # Nodes that are dead by now are of no interest.
         self.session.nodes.outlive()
         try:

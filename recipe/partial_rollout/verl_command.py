@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import ray
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.settings import V1_MODE
-from recipe.partial_rollout.task_runner import check_cluster
+from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 
@@ -33,6 +34,6 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
         self._lock = ExitStack()
         if not config.trainer.get("val_only"):
             self._lock.enter_context(locked(directory))
-        check_cluster(config)
+        check_cluster(config, ray.cluster_resources())
         runner = main_ppo.begin(config)
         super().__init__(config, session=runner.session)

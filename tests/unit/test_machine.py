@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs, rules
-from recipe.partial_rollout.preflight.inputs import PACKAGES, check_cpus, missing_packages
+from recipe.partial_rollout.preflight.inputs import PACKAGES, check_cluster, missing_packages
 from recipe.partial_rollout.preflight.rule import check_rules
 from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.tools import verl_trainer
@@ -116,9 +116,9 @@ def test_verl_still_needs_the_package_where_the_map_says_so():
 )
 def test_ray_needs_three_cpus_a_trainer_two_an_engine_and_one(build, overrides, needed):
     config = build("experiment=gsm8k_8gpu_4b", *overrides)
-    check_cpus(config, needed)
+    check_cluster(config, {"CPU": needed, "GPU": 99})
     with pytest.raises(ConfigError, match=f"{needed} CPUs for Ray, which has {needed - 1}"):
-        check_cpus(config, needed - 1)
+        check_cluster(config, {"CPU": needed - 1, "GPU": 99})
 
 
 def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, gpu_machine, monkeypatch, tmp_path):

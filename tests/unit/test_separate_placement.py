@@ -9,7 +9,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import rules
-from recipe.partial_rollout.preflight.inputs import check_devices_of_ray
+from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.preflight.settings_check import check_settings
 from verl_ext.guard import Pair
 from verl_ext.standalone_engines import StandaloneServerManager, standalone_engines
@@ -49,10 +49,10 @@ def test_any_ratio_of_trainers_to_engines_passes(placed, overrides, capsys):
 
 def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(placed, monkeypatch):
     config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
-    check_devices_of_ray(config, available=5)
+    check_cluster(config, {"CPU": 99, "GPU": 5})
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
-        check_devices_of_ray(config, available=4)
-    check_devices_of_ray(placed(COLOCATED, "trainer.n_gpus_per_node=8"), available=1)
+        check_cluster(config, {"CPU": 99, "GPU": 4})
+    check_cluster(placed(COLOCATED, "trainer.n_gpus_per_node=8"), {"CPU": 99, "GPU": 1})
     monkeypatch.setattr(rules, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
     with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM 0\.11\.0: only the pinned"):
         check_settings(config)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
-from recipe.partial_rollout.config.keys import ConfigError, fail
+from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
 from recipe.partial_rollout.waits import one_line
@@ -132,10 +132,8 @@ def fetch_model(config: DictConfig) -> None:
         ConfigError: the hub does not give them.
     """
     path = str(config.actor_rollout_ref.model.path)
-    try:
+    with refusing(MODEL, path, "a model whose files the hub gives"):
         local_model(path, offline=False)
-    except Exception as error:
-        raise fail(MODEL, path, f"a model whose files the hub gives ({type(error).__name__})") from error
 
 
 def local_model(path: str, *, offline: bool = True) -> Path:
@@ -175,12 +173,8 @@ def check_vocabulary(config: DictConfig) -> None:
     config_json = model_config(path)
     rows = (config_json.get("text_config") or config_json).get("vocab_size")
     name = _source(model.get("tokenizer_path") or path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.get("trust_remote_code", False))
-    except Exception as error:
-        # transformers raises what the tokenizer's code raises.
-        raise fail(MODEL, path, f"a model whose tokenizer loads ({one_line(error)})") from error
-    tokens = len(tokenizer)
+    with refusing(MODEL, path, "a model whose tokenizer loads"):
+        tokens = len(AutoTokenizer.from_pretrained(name, trust_remote_code=model.get("trust_remote_code", False)))
     if rows is None or tokens == rows:
         return
     said = f"its tokenizer has {tokens} tokens and the model {rows} embedding rows"
@@ -328,27 +322,25 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
 # -- devices and CPUs of Ray ---------------------------------------------------------------------------------------------
 
 
-def check_devices_of_ray(config: DictConfig, available: int) -> None:
-    """Raise ``ConfigError`` for a split that needs more devices than Ray's ``available`` ones."""
-    engines, trainers = engine_devices(config), trainer_devices(config)
-    if engines and trainers + engines > available:
-        rollout = config.actor_rollout_ref.rollout
-        words = f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs"
-        key = f"{_ROLLOUT}.n_gpus_per_node"
-        raise fail(key, rollout.n_gpus_per_node, f"{words} {trainers + engines} in Ray, which has {available}")
-
-
 def cpus_for_ray(config: DictConfig) -> int:
     """CPUs without which Ray would wait for ever to place trainers, engines and the rest."""
     queue = 1 + config.transfer_queue.backend.SimpleStorage.num_data_storage_units if config.trainer.use_v1 else 0
     return CPUS_PER_TRAINER * trainer_devices(config) + CPUS_PER_ENGINE * engine_devices(config) + queue + 1
 
 
-def check_cpus(config: DictConfig, available: int) -> None:
-    """Raise ``ConfigError`` for more devices than the ``available`` CPUs of Ray can serve."""
-    if (needed := cpus_for_ray(config)) > available:
+def check_cluster(config: DictConfig, has: Mapping[str, float]) -> None:
+    """Raise ``ConfigError`` where Ray, which ``has`` these resources, would wait for more devices or CPUs without end."""
+    engines, trainers, rollout = engine_devices(config), trainer_devices(config), config.actor_rollout_ref.rollout
+    gpus, cpus = has.get("GPU", 0), has.get("CPU", 0)
+    if engines and trainers + engines > gpus:
         words = (
-            f"fewer devices, or {needed} CPUs for Ray, which has {available}: verl reserves {CPUS_PER_TRAINER} for a "
+            f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs "
+            f"{trainers + engines} in Ray, which has {gpus:g}"
+        )
+        raise fail(f"{_ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node, words)
+    if (needed := cpus_for_ray(config)) > cpus:
+        words = (
+            f"fewer devices, or {needed} CPUs for Ray, which has {cpus:g}: verl reserves {CPUS_PER_TRAINER} for a "
             f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end"
         )
         raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, words)

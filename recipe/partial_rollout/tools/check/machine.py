@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cpus, reach_hub
+from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cluster, reach_hub
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
@@ -324,8 +325,9 @@ def lacks(config: DictConfig, parameters: int | None) -> Iterator[Finding]:
         return
     if trainer.device == "cuda" and wants_gpu():
         yield from (found for found in (device(gpus()), compiler(), shared_memory()) if found.stops)
+    cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1
     try:
-        check_cpus(config, OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1)
+        check_cluster(config, {"CPU": cpus, "GPU": math.inf})
     except ConfigError as error:
         yield missing(error)
     if trainer.save_freq <= 0 or parameters is None:
