@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
+from recipe.partial_rollout.checkpoint.plain_state import UNREADABLE, pack, unpack
+from recipe.partial_rollout.waits import one_line
 
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
@@ -108,8 +109,8 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         state = unpack(path.read_bytes())
     except FileNotFoundError:
         raise torn(path, "it is missing") from None
-    except ValueError as error:
-        raise foreign(path, f"it is {error}") from None
+    except UNREADABLE as error:
+        raise foreign(path, f"it is not a packed value: {one_line(error)}") from None
     if not isinstance(state, dict):
         raise foreign(path, f"it holds a {type(state).__name__}, not a dictionary")
     return state

@@ -92,27 +92,20 @@ def _refusal(value: Any) -> str:
     raise AssertionError(f"{kind} can be packed")
 
 
+UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
+"""what ``unpack`` raises for what ``pack`` does not make"""
+
+
 def unpack(data: bytes) -> Any:
-    """The value that was packed; its arrays can be written, as torch needs it.
-
-    Raises:
-        ValueError: ``data`` is not what ``pack`` makes.
-    """
-    try:
-        return _unpacked(data)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise ValueError(f"not a packed value: {type(error).__name__}: {error}") from error
-
-
-def _unpacked(data: bytes) -> Any:
+    """The value that was packed; its arrays can be written, as torch needs it. Raises one of ``UNREADABLE``."""
     return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
 
 
 def _extension(code: int, data: bytes) -> Any:
     if code == _TUPLE:
-        return tuple(_unpacked(data))
+        return tuple(unpack(data))
     if code == _OBJECTS:
-        shape, values = _unpacked(data)
+        shape, values = unpack(data)
         array = np.empty(len(values), object)
         for i, value in enumerate(values):
             array[i] = value
