@@ -145,13 +145,10 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     key, data = f"data.{split}_files", OmegaConf.merge(config.data, changes)
     assert isinstance(data, DictConfig)
     most = data.get(f"{split}_max_samples", -1)
-    try:
+    with refusing(key, at(config, key), "files whose rows make one table", (DatasetsError, ValueError)):
         return create_rl_dataset(
             config.data[f"{split}_files"], data, tokenizer, processor, is_train=split == "train", max_samples=most
         )
-    except (DatasetsError, ValueError) as error:
-        words = f"files whose rows make one table ({one_line(error.__cause__ or error)})"
-        raise fail(key, at(config, key), words) from error
 
 
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], key: str = _TRAIN) -> None:
