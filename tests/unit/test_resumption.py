@@ -111,6 +111,7 @@ CHANGES = [
     ("+data.apply_chat_template_kwargs.a=1", "data.apply_chat_template_kwargs={'a': 1}: {}, as in"),
     ("data.train_max_samples=12", "data.train_max_samples=12: -1, as in"),
     ("data.dataloader_num_workers=3", r"data.dataloader_num_workers=3: \d+, as in"),
+    ("trainer.n_gpus_per_node=2", r"trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"),
     ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: at least 2, as in"),
     ("data.max_response_length=8", r"data.max_response_length=8: at least \d+, as in"),
     ("data.max_prompt_length=16", r"data.max_prompt_length=16: at least \d+, as in"),

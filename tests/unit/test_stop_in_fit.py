@@ -19,7 +19,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
@@ -125,9 +125,9 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     trainer.config = config
     settings = PartialRolloutConfig.from_config(config)
-    trainer.session = session = RunSession(
-        settings, chosen_checkpoints(config.trainer, critic=False), trains=not config.trainer.get("val_only")
-    )
+    asked = config.trainer
+    checkpoints = RunCheckpoints(Path(asked.default_local_dir), asked.resume_mode, asked.get("resume_from_path"))
+    trainer.session = session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
     trainer._phase_started = None

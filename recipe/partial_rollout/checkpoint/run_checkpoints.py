@@ -26,7 +26,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from errno import ENOLCK, EOPNOTSUPP
 from itertools import pairwise
 from pathlib import Path
@@ -79,12 +78,6 @@ def writable(folder: Any) -> bool:
             return True
     except OSError:
         return False
-
-
-def chosen_checkpoints(trainer: Any, *, critic: bool) -> RunCheckpoints:
-    """What verl's ``config.trainer`` asks for; its keys of retention stay, in the config that is saved with the run."""
-    keep = claim_retention(deepcopy(trainer), critic=critic)
-    return RunCheckpoints(Path(trainer.default_local_dir), trainer.resume_mode, trainer.get("resume_from_path"), keep)
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
@@ -227,7 +220,12 @@ class RunCheckpoints:
         newest = self.newest_whole()[0] if self._by_path and self.goes_on else None
         branches = not self.goes_on or (newest is not None and newest.step != step)
         origin = None if self._is_here or self.chosen is None else str(self.chosen.resolve())
-        before = self._lives_before(self.resumed.life, new) if self.resumed else []
+        before: list[Life] = []
+        if self.resumed is not None:
+            ids, parent = [life.id for life in self.lives], self.resumed.life
+            # A directory to which checkpoints were copied knows no lives.
+            unknown = [Life(parent, new)] if self._is_here else []
+            before = self.lives[: ids.index(parent) + 1] if parent in ids else unknown
         # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
         branch = (self.lives or before)[-1].branch if before and not branches else new
         self.lives = [*before, Life(new, branch, step, origin)]
@@ -238,13 +236,6 @@ class RunCheckpoints:
             self._on_disk, self._kept = step, [*self.resumed.kept]
         self._track(self._on_disk)
         return aside
-
-    def _lives_before(self, parent: str, new: str) -> list[Life]:
-        """The lives up to ``parent``, which sealed the checkpoint that life ``new`` goes on from."""
-        ids = [life.id for life in self.lives]
-        if parent in ids:
-            return self.lives[: ids.index(parent) + 1]
-        return [Life(parent, new)] if self._is_here else []
 
     def _superseded(self, *, unsealed: bool) -> Iterator[Path]:
         """The checkpoints in the directory that do not lead to the present; torn ones if ``unsealed``."""

@@ -16,19 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, chosen_checkpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, trainer_devices
+from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.inputs import MODEL, local_model
 
-_ENABLE, _FILTERS, _SEED, _ROWS = (
-    "partial_rollout.enable",
-    "algorithm.filter_groups.enable",
-    "data.seed",
-    "data.train_files",
-)
+_SEED, _ROWS = "data.seed", "data.train_files"
 _ALIKE = (
-    _ENABLE,
+    "partial_rollout.enable",
     "data.train_batch_size",
     "data.gen_batch_size",
     "actor_rollout_ref.rollout.n",
@@ -44,16 +39,19 @@ _ALIKE = (
     "actor_rollout_ref.actor.strategy",
 )
 _SAVED, _LOAD = (f"actor_rollout_ref.actor.checkpoint.{way}_contents" for way in ("save", "load"))
-_LOADED = MODEL, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.strategy"
+_TRAINERS = "trainer.nnodes * trainer.n_gpus_per_node"
+_LOADED = MODEL, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.strategy", _TRAINERS
 """what a validation alone (``trainer.val_only``) needs to be the same"""
-_BOUNDS = {
+_GROWING = {
     "partial_rollout.max_staleness": "groups in flight could not be trained in time",
     "data.max_prompt_length": "a prompt in flight may be longer",
     "data.max_response_length": "a sample in flight may be longer",
     "actor_rollout_ref.rollout.prompt_length": "a prompt in flight may be longer",
     "actor_rollout_ref.rollout.response_length": "a sample in flight may be longer",
+    "algorithm.filter_groups.enable": "it consumed more than it trained",
 }
-"""PR: keys that may grow, and why they may not shrink"""
+"""PR: keys that may grow (a flag: be switched on), and why they may not shrink"""
+_WHY = _GROWING | {_TRAINERS: "its shards belong to that many trainers"}
 _HASHED_BYTES = 1 << 20
 """at the beginning and at the end of a file of weights"""
 _WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
@@ -68,14 +66,15 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     Raises:
         ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
     """
-    trainer = config.trainer
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    # Of a copy: the keys of retention stay in the config that is saved with the run.
+    keep = claim_retention(trainer.copy(), critic=need_critic(config))
     try:
-        checkpoints = chosen_checkpoints(trainer, critic=need_critic(config))
+        checkpoints = RunCheckpoints(run_dir, trainer.resume_mode, trainer.get("resume_from_path"), keep)
     except (TornCheckpointError, ForeignCheckpointError) as error:
         raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
     found, saved = checkpoints.chosen, _saved(checkpoints)
     if found is not None:
-        _check_trainers(found, trainer_devices(config))
         _check_critic(found, config)
     _settle_seed(config, saved)
     made_of = _made_of(config)
@@ -105,24 +104,21 @@ def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) 
     if key not in saved or here == saved[key]:
         return
     allowed = f"{json.dumps(saved[key]) if saved[key] is None else saved[key]}, as in {found}"
-    if key in _BOUNDS:
-        if here >= saved[key]:
+    if key in _GROWING:
+        if here > saved[key]:
             return
-        allowed = f"at least {allowed}: {_BOUNDS[key]}"
-    if key == _FILTERS:
-        if here:
-            return
-        allowed += ": it consumed more than it trained"
-    raise fail(key, here, f"{allowed}; trainer.resume_mode=disable starts the training over")
+        allowed = allowed if isinstance(here, bool) else f"at least {allowed}"
+    why = f": {_WHY[key]}" if key in _WHY else ""
+    raise fail(key, here, f"{allowed}{why}; trainer.resume_mode=disable starts the training over")
 
 
 def _made_of(config: DictConfig) -> dict[str, Any]:
-    settings = PartialRolloutConfig.from_config(config)
-    keys = (*_ALIKE, *(_BOUNDS if settings.enable else ()), _SEED)
-    values = {key: OmegaConf.select(config, key) for key in keys}
+    values = {key: OmegaConf.select(config, key) for key in (*_ALIKE, _SEED)}
     facts = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
-    if settings.enable:
-        facts[_FILTERS] = settings.group_filter is not None
+    if config.partial_rollout.enable:
+        facts |= {key: OmegaConf.select(config, key) or False for key in _GROWING}
+    # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.
+    facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
     model = config.actor_rollout_ref.model
     directory = local_model(str(model.path))
     tokenizer = Path(model.get("tokenizer_path") or directory).expanduser()
@@ -140,15 +136,6 @@ def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
     elif draws and _SEED not in saved:
         data.seed = secrets.randbelow(1 << 31)
         print(f"data.seed={data.seed} is drawn: another run takes the same rows with it")
-
-
-def _check_trainers(checkpoint: Path, trainers: int) -> None:
-    """FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's checkpoints have no such file."""
-    path = checkpoint / "actor" / "fsdp_config.json"
-    saved = json.loads(path.read_text())["world_size"] if path.exists() else trainers
-    if saved != trainers:
-        key = "trainer.nnodes * trainer.n_gpus_per_node"
-        raise fail(key, trainers, f"{saved}, as in {checkpoint}: its shards belong to that many trainers")
 
 
 def _check_parts(config: DictConfig, saved: Mapping[str, Any], checkpoint: Path | None) -> None:
