@@ -262,7 +262,7 @@ NULL, WORDS = {**ROW, "reward_model": None}, {**ROW, "reward_model": "one"}
         (pd.DataFrame([ROW, NULL]), "rows with reward_model.ground_truth; row 1 has reward_model=None"),
         (json_lines(ROW, NULL), "rows with reward_model.ground_truth; row 1 has reward_model=None"),
         (json_lines(WORDS, ROW), "rows with reward_model.ground_truth; row 0 has reward_model='one'"),
-        (pd.DataFrame([ROW, {**ROW, "prompt": None}]), r"of rows 0 to 1 it refuses one \(TypeError"),
+        (pd.DataFrame([ROW, {**ROW, "prompt": None}]), "of rows 0 to 1 it refuses one (TypeError"),
         (
             pd.DataFrame([ROW, {**ROW, "prompt": [{"role": "user", "content": "1" * 99}]}]),
             "the tokens of row 1 of data.",
