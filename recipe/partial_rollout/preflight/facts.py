@@ -132,8 +132,9 @@ def is_attention(value: Any, config: DictConfig) -> bool:
 def compares_siblings(config: DictConfig) -> bool:
     """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
     estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
-    verls = estimator is not None and estimator.__module__.startswith("verl.")
-    return verls and "index" in inspect.signature(estimator).parameters
+    if estimator is None or not estimator.__module__.startswith("verl."):
+        return False
+    return "index" in inspect.signature(estimator).parameters
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
