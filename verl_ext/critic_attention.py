@@ -6,23 +6,24 @@ when ``load_valuehead_model`` reads the config's attention.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+from verl_ext.guard import around
 from verl_ext.packed_attention import FLASH
 
 
 def patch(module: Any) -> None:
     """``module`` (``verl.utils.model``) builds critics of another attention than flash-attn, as token classifiers."""
-    original = module.load_valuehead_model
 
-    @functools.wraps(original)
-    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    @around(module, "load_valuehead_model")
+    def load_valuehead_model(
+        verls: Any, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool
+    ) -> Any:
         from transformers import AutoModelForTokenClassification
 
         attention = model_config._attn_implementation
         if attention in (None, FLASH):
-            return original(local_path, torch_dtype, model_config, trust_remote_code)
+            return verls(local_path, torch_dtype, model_config, trust_remote_code)
         return AutoModelForTokenClassification.from_pretrained(
             local_path,
             dtype=torch_dtype,
@@ -30,5 +31,3 @@ def patch(module: Any) -> None:
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
-
-    module.load_valuehead_model = load_valuehead_model

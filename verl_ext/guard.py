@@ -1,6 +1,7 @@
 """Version guard of the patches: a patch written for one release never touches another, and is made once a process."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -79,6 +80,22 @@ def when_imported(module: str, patch: Callable[[Any], None]) -> None:
     if (module, patch) not in _planned:
         wrapt.register_post_import_hook(patch, module)
         _planned.add((module, patch))
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of what takes the place of ``owner.name``: it is given the original, then the arguments of the call."""
+
+    def place(patch: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return patch(original, *args, **kwargs)
+
+        setattr(owner, name, patched)
+        return patched
+
+    return place
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@ processes that ask for them by number. It may go when verl listens on the port t
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 from typing import Any
+
+from verl_ext.guard import around
 
 _WIDTH = 1000
 """ports of a range"""
@@ -30,10 +31,7 @@ def master_port_range(kernels: Path = Path("/proc/sys/net/ipv4/ip_local_port_ran
 
 def patch(module: Any) -> None:
     """``RayWorkerGroup`` of ``module`` has such a range unless it is told another."""
-    original = module.RayWorkerGroup.__init__
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{"master_port_range": master_port_range(), **kwargs})
-
-    module.RayWorkerGroup.__init__ = __init__
+    @around(module.RayWorkerGroup, "__init__")
+    def __init__(verls: Any, *args: Any, **kwargs: Any) -> None:
+        verls(*args, **{"master_port_range": master_port_range(), **kwargs})

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from verl_ext import cpu
-from verl_ext.guard import require
+from verl_ext.guard import around, require
 
 MEGATRON_CORE, MBRIDGE = "0.16.1", "0.15.1"
 """releases, as in the extra ``megatron``"""
@@ -94,13 +94,10 @@ def register(module: Any) -> None:
 
 def accept_float32(module: Any) -> None:
     """verl's configuration takes float32, and not half precisions alone."""
-    original = module.McoreEngineConfig.__post_init__
 
-    @functools.wraps(original)
-    def __post_init__(self):
+    @around(module.McoreEngineConfig, "__post_init__")
+    def __post_init__(verls: Any, self: Any) -> None:
         dtype = self.dtype
         object.__setattr__(self, "dtype", "bfloat16" if dtype == "float32" else dtype)
-        original(self)
+        verls(self)
         object.__setattr__(self, "dtype", dtype)
-
-    module.McoreEngineConfig.__post_init__ = __post_init__

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl_ext.guard import around
+
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
@@ -52,82 +54,67 @@ def _spread(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _estimator(original: Any) -> Any:
-    """The advantage estimator ``original`` on the rows that train; it compares groups if it names ``index``."""
-    names = list(inspect.signature(original).parameters)
-
-    @functools.wraps(original)
-    def estimate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        told = {**dict(zip(names, args, strict=False)), **kwargs}
-        rows = told["response_mask"].bool().any(dim=-1)
-        if "index" in names:
-            rows = _with_baseline(rows, told["index"])
-        if rows.all():
-            return original(**told)
-        if told["response_mask"][rows].sum() < 2:
-            # A lone token has no variance, and verl refuses to whiten it.
-            nothing = torch.zeros(told["response_mask"].shape)
-            return nothing, nothing.clone()
-        found = original(**{key: _of_rows(value, rows) for key, value in told.items()})
-        return _spread(found[0], rows), _spread(found[1], rows)
-
-    return estimate
+def _estimate(verls: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The advantage estimator ``verls`` on the rows that train; it compares groups if it names ``index``."""
+    names = list(inspect.signature(verls).parameters)
+    told = {**dict(zip(names, args, strict=False)), **kwargs}
+    rows = told["response_mask"].bool().any(dim=-1)
+    if "index" in names:
+        rows = _with_baseline(rows, told["index"])
+    if rows.all():
+        return verls(**told)
+    if told["response_mask"][rows].sum() < 2:
+        # A lone token has no variance, and verl refuses to whiten it.
+        nothing = torch.zeros(told["response_mask"].shape)
+        return nothing, nothing.clone()
+    found = verls(**{key: _of_rows(value, rows) for key, value in told.items()})
+    return _spread(found[0], rows), _spread(found[1], rows)
 
 
 def patch_estimators(module: Any) -> None:
     """verl's estimators of the advantage see the rows that train, whoever calls them."""
-    verls = module.get_adv_estimator_fn
 
-    @functools.wraps(verls)
-    def get_adv_estimator_fn(name_or_enum: Any) -> Any:
-        return _estimator(verls(name_or_enum))
+    @around(module, "get_adv_estimator_fn")
+    def get_adv_estimator_fn(verls: Any, name_or_enum: Any) -> Any:
+        found = verls(name_or_enum)
+        return functools.update_wrapper(functools.partial(_estimate, found), found)
 
-    module.get_adv_estimator_fn = get_adv_estimator_fn
     for name in _CALLED_BY_NAME:
-        setattr(module, name, _estimator(getattr(module, name)))
+        around(module, name)(_estimate)
 
 
 def patch_trainer(module: Any) -> None:
     """So do the other functions by which verl's trainer takes statistics of a batch."""
-    verls_penalty = module.apply_kl_penalty
 
-    @functools.wraps(verls_penalty)
-    def apply_kl_penalty(data: DataProto, *args: Any, **kwargs: Any) -> tuple[DataProto, dict[str, Any]]:
+    @around(module, "apply_kl_penalty")
+    def apply_kl_penalty(verls: Any, data: DataProto, *args: Any, **kwargs: Any) -> tuple[DataProto, dict[str, Any]]:
         rows = trained_rows(data)
         if rows.all() or not rows.any():
-            return verls_penalty(data, *args, **kwargs)
-        of_rows, metrics = verls_penalty(data.select_idxs(rows), *args, **kwargs)
+            return verls(data, *args, **kwargs)
+        of_rows, metrics = verls(data.select_idxs(rows), *args, **kwargs)
         data.batch["token_level_rewards"] = data.batch["token_level_scores"].clone()
         data.batch["token_level_rewards"][rows] = of_rows.batch["token_level_rewards"]
         return data, metrics
 
-    verls_speculation = module.compute_spec_decode_metrics
-
-    @functools.wraps(verls_speculation)
+    @around(module, "compute_spec_decode_metrics")
     def compute_spec_decode_metrics(
-        spec_drafts: Any, spec_accepts: Any, spec_verifies: Any, non_padding_mask: Any = None
+        verls: Any, spec_drafts: Any, spec_accepts: Any, spec_verifies: Any, non_padding_mask: Any = None
     ) -> dict[str, Any]:
         if spec_drafts is not None:
             # A sample that failed, or whose every call a journal answered, has no counts.
             told = np.array([each is not None for each in spec_drafts])
             non_padding_mask = told if non_padding_mask is None else told & non_padding_mask
-        return verls_speculation(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
+        return verls(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 
-    module.apply_kl_penalty = apply_kl_penalty
-    module.compute_spec_decode_metrics = compute_spec_decode_metrics
     patch_means(module)
 
 
 def patch_means(module: Any) -> None:
     """So do the means that a trainer's module logs; v1's has the other functions of ``RayPPOTrainer``'s."""
 
-    def of_trained(original: Any) -> Any:
-        @functools.wraps(original)
-        def means(batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            rows = trained_rows(batch)
-            return original(batch.select_idxs(rows) if rows.any() else batch, *args, **kwargs)
-
-        return means
+    def of_trained(verls: Any, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rows = trained_rows(batch)
+        return verls(batch.select_idxs(rows) if rows.any() else batch, *args, **kwargs)
 
     for name in _MEANS:
-        setattr(module, name, of_trained(getattr(module, name)))
+        around(module, name)(of_trained)

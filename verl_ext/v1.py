@@ -11,7 +11,6 @@ TransferQueue's clients wait for its controller without end, whoever has died. I
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.command import OURS, imported_here
-from verl_ext.guard import installed, require
+from verl_ext.guard import around, installed, require
 
 _MODE = "partial_rollout"
 """``trainer.v1.trainer_mode``, and the section of the recipe's keys"""
@@ -56,10 +55,9 @@ def keep_to_recipe(module: Any) -> None:
 
     All call ``auto_set_device`` of ``module`` (``verl.utils.device``) first, and the recipe's commands do not.
     """
-    original = module.auto_set_device
 
-    @functools.wraps(original)
-    def auto_set_device(config: Any) -> None:
+    @around(module, "auto_set_device")
+    def auto_set_device(verls: Any, config: Any) -> None:
         section: Any = OmegaConf.select(config, _MODE)
         if OmegaConf.is_dict(section) and section.get("enable") and imported_here() == OURS:
             use_v1, mode = (OmegaConf.select(config, f"trainer.{key}") for key in ("use_v1", "v1.trainer_mode"))
@@ -68,9 +66,7 @@ def keep_to_recipe(module: Any) -> None:
                     f"trainer.use_v1={use_v1} trainer.v1.trainer_mode={mode}: True and {_MODE} by verl's own command, with "
                     "partial_rollout.enable=True; partial-rollout train takes use_v1=False too"
                 )
-        original(config)
-
-    module.auto_set_device = auto_set_device
+        verls(config)
 
 
 def has_queue(patch: str) -> None:

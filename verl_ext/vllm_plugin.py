@@ -9,11 +9,10 @@ the telling, with 0.24.0.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
-from verl_ext.guard import GPU_PAIR, TESTED, installed_pair, when_imported
+from verl_ext.guard import GPU_PAIR, TESTED, around, installed_pair, when_imported
 from verl_ext.plugin import cpu_requested
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
@@ -26,15 +25,12 @@ def count_preempted(module: Any) -> None:
     """The scheduler counts in ``preempted``; this costs nothing while nothing is preempted."""
     from vllm.v1.core.sched.interface import PauseState
 
-    original = module.Scheduler._preempt_request
-
-    @functools.wraps(original)
-    def _preempt_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.preempted += self.pause_state is PauseState.UNPAUSED
-        return original(self, *args, **kwargs)
-
     module.Scheduler.preempted = 0
-    module.Scheduler._preempt_request = _preempt_request
+
+    @around(module.Scheduler, "_preempt_request")
+    def _preempt_request(vllms: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.preempted += self.pause_state is PauseState.UNPAUSED
+        return vllms(self, *args, **kwargs)
 
 
 def answer_in_core(module: Any) -> None:
@@ -50,22 +46,20 @@ def tell_preempted(module: Any) -> None:
     others. A request of better priority that arrives during the hold then finds no place, and the engine dies ("No free
     indices").
     """
-    scheduler = module.Scheduler
-    reset, schedule = scheduler.reset_prefix_cache, scheduler.schedule
 
-    @functools.wraps(reset)
-    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+    @around(module.Scheduler, "reset_prefix_cache")
+    def reset_prefix_cache(
+        vllms: Any, self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
         if reset_running_requests:
             self._untold = getattr(self, "_untold", set()) | {request.request_id for request in self.running}
-        return reset(self, reset_running_requests, *args, **kwargs)
+        return vllms(self, reset_running_requests, *args, **kwargs)
 
-    @functools.wraps(schedule)
-    def schedule_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(self, *args, **kwargs)
+    @around(module.Scheduler, "schedule")
+    def schedule(vllms: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = vllms(self, *args, **kwargs)
         output.preempted_req_ids = (output.preempted_req_ids or set()) | self.__dict__.pop("_untold", set())
         return output
-
-    scheduler.reset_prefix_cache, scheduler.schedule = reset_prefix_cache, schedule_and_tell
 
 
 def register() -> None:

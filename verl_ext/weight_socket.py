@@ -5,14 +5,14 @@ They may go when verl names it by the run, and binds it before it asks the engin
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import ray
 import zmq
+
+from verl_ext.guard import around
 
 RETRY_MS = 1
 
@@ -29,35 +29,24 @@ def job_key() -> str:
     return f"{context.get_job_id()}-{session}"
 
 
-def _name_sender(adapter: Any) -> None:
-    job_id = ray.get_runtime_context().get_job_id()
-    adapter.zmq_handle = adapter.zmq_handle.replace(f"-{job_id}-replica-", f"-{job_key()}-replica-")
-
-
-def _name_receiver(server: Any) -> None:
-    # The engine's processes, started later, take it from the environment.
-    os.environ["VERL_RAY_JOB_ID"] = job_key()
-
-
-def _after_init(owner: Any, name: Callable[[Any], None]) -> None:
-    original = owner.__init__
-
-    @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        name(self)
-
-    owner.__init__ = __init__
-
-
 def name_sender(module: Any) -> None:
     """The trainer's end has a socket of this job."""
-    _after_init(module.ServerAdapter, _name_sender)
+
+    @around(module.ServerAdapter, "__init__")
+    def __init__(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        verls(self, *args, **kwargs)
+        job_id = ray.get_runtime_context().get_job_id()
+        self.zmq_handle = self.zmq_handle.replace(f"-{job_id}-replica-", f"-{job_key()}-replica-")
 
 
 def name_receiver(module: Any) -> None:
     """The engine's end looks for the same."""
-    _after_init(module.vLLMHttpServer, _name_receiver)
+
+    @around(module.vLLMHttpServer, "__init__")
+    def __init__(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        verls(self, *args, **kwargs)
+        # The engine's processes, started later, take it from the environment.
+        os.environ["VERL_RAY_JOB_ID"] = job_key()
 
 
 def retry_at_once(module: Any) -> None:

@@ -238,11 +238,18 @@ def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch
     def names(session):
         context = SimpleNamespace(get_job_id=lambda: "01000000", get_session_name=lambda: session)
         monkeypatch.setattr(weight_socket.ray, "get_runtime_context", lambda: context)
-        adapter = SimpleNamespace(zmq_handle="ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock")
-        weight_socket._name_sender(adapter)
         monkeypatch.setenv("VERL_RAY_JOB_ID", "")
-        weight_socket._name_receiver(None)
-        return adapter.zmq_handle, f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-0.sock"
+
+        class End:
+            """Either, as verl makes it."""
+
+            zmq_handle = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+        ends = SimpleNamespace(ServerAdapter=End, vLLMHttpServer=type("Receiver", (), {}))
+        weight_socket.name_sender(ends)
+        weight_socket.name_receiver(ends)
+        ends.vLLMHttpServer()
+        return End().zmq_handle, f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-0.sock"
 
     one, other = names("session_2026-01-01_00-00-00_000000_1"), names("session_2026-01-01_00-00-00_000000_2")
     assert one[0] == one[1] != other[0] == other[1]
