@@ -80,8 +80,6 @@ class Driver:
         self._manager, self._store = manager, store
         self._guard, self._balancer = guard, balancer
         self._state = RolloutState.QUIET
-        self._prompts: list[Prompt] = []
-        """of the next version, taken from the source"""
         self._version = -1
         """the newest that the manager was asked to begin"""
         self._beginning: Awaitable[VersionStart] | None = None
@@ -100,11 +98,10 @@ class Driver:
 
     # -- versions --------------------------------------------------------------------------------------------------
 
-    def _begin_version(self, version: int) -> None:
+    def _begin_version(self, version: int, prompts: list[Prompt]) -> None:
         """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
-        left = self._session.source.left
-        self._beginning = self._manager.begin_version.remote(version, self._prompts, left)
-        self._version, self._prompts = version, []
+        self._beginning = self._manager.begin_version.remote(version, prompts, self._session.source.left)
+        self._version = version
 
     async def _begun(self) -> None:
         """Wait until the newest version has begun."""
@@ -112,12 +109,10 @@ class Driver:
             what = f"beginning policy version {self._version}, once the workers have reported of the one before,"
             self._start, self._beginning = await self._guard.wait(self._beginning, what), None
 
-    async def _take_prompts(self, wanted: int | None = None) -> None:
-        """Read the prompts that the next version admits; None: as many as the manager wants now."""
-        if wanted is None:
-            what = "asking the manager how many prompts it wants"
-            wanted = int(await self._guard.wait(self._manager.wanted.remote(), what))
-        self._prompts = self._session.source.take(wanted)
+    async def _wanted_prompts(self) -> list[Prompt]:
+        """Read as many prompts as the manager wants now."""
+        what = "asking the manager how many prompts it wants"
+        return self._session.source.take(await self._guard.wait(self._manager.wanted.remote(), what))
 
     async def _open(self) -> None:
         """Let the workers call the engines."""
@@ -137,8 +132,7 @@ class Driver:
         """
         self._require_trained(f"policy version {version}")
         runs_on = not self._stops and version < self._session.steps.last
-        if runs_on:
-            await self._take_prompts()
+        prompts = await self._wanted_prompts() if runs_on else []
         await self._control.restart_dead()
         held_at = time.time()
         if not self._stops:
@@ -149,7 +143,7 @@ class Driver:
         announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)
         await self._guard.wait(announcing, "announcing restarted replicas", key=None)
         if runs_on:
-            self._begin_version(version)
+            self._begin_version(version, prompts)
             await self._begun()
             if self._state is RolloutState.QUIET:
                 self._since = time.time()
@@ -157,16 +151,6 @@ class Driver:
         await self._control.resume()
         if not self._stops:
             self._session.note_phase("hold", version, held_at, time.time())
-
-    async def sleep(self) -> None:
-        """The trainer wants device memory that the replicas share with it; separate ones have their own, and decode on."""
-        if self._stops:
-            await self._control.sleep()
-
-    async def wake_up(self) -> None:
-        """The replicas may have their memory back."""
-        if self._stops:
-            await self._control.wake_up()
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -208,8 +192,7 @@ class Driver:
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
         if self._stops and step < session.steps.last:
-            await self._take_prompts(ready.wanted)
-            self._begin_version(step)
+            self._begin_version(step, session.source.take(ready.wanted))
         return groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
@@ -225,8 +208,7 @@ class Driver:
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""
         if self._version != step - 1:
-            await self._take_prompts()
-            self._begin_version(step - 1)
+            self._begin_version(step - 1, await self._wanted_prompts())
         await self._begun()
         await self._open()
 
@@ -304,8 +286,7 @@ class Driver:
         await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
         if self._session.settings.group_filter is not None and self._stops:
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
-            await self._take_prompts()
-            self._begin_version(step)
+            self._begin_version(step, await self._wanted_prompts())
             await self._begun()
 
     async def end(self) -> None:

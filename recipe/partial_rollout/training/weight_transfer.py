@@ -219,13 +219,19 @@ class RecipeCheckpointManager:
 
     @auto_await
     async def sleep_replicas(self) -> None:
-        """As verl's, which calls it when it has a batch; a dead replica is left out (PR)."""
-        await (self._verls.sleep_replicas() if self._driver is None else self._driver.sleep())
+        """As verl's, which calls it when it has a batch. PR: a dead replica is left out; separate ones decode on."""
+        if self._driver is None:
+            await self._verls.sleep_replicas()
+        elif not self._session.settings.separate:
+            await self._session.control.sleep()
 
     @auto_await
     async def wake_up_replicas(self) -> None:
-        """As verl's; a dead replica is left out (PR)."""
-        await (self._verls.wake_up_replicas() if self._driver is None else self._driver.wake_up())
+        """As verl's, and as ``sleep_replicas``."""
+        if self._driver is None:
+            await self._verls.wake_up_replicas()
+        elif not self._session.settings.separate:
+            await self._session.control.wake_up()
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
