@@ -48,18 +48,6 @@ def test_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "runs.png").exists() and 'src="runs.png"' in (tmp_path / "learning.html").read_text()
 
 
-@mkdocs
-def test_links_out_of_the_site_keep_their_words_only(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    site_links = importlib.import_module("hooks").site_links
-    readme = "[pages](docs/tuning.md#words) ![picture](docs/report.png) [code](verl_ext/guard.py) [x](https://a)"
-    shown = "[pages](tuning.md#words) ![picture](report.png) code [x](https://a)"
-    assert site_links(readme, "index.md") == shown
-    deeper = "[front](../../README.md) [`a [b]`](../tuning.md) [keys](../../recipe/partial_rollout/README.md#keys)"
-    shown = "[front](../index.md) [`a [b]`](../tuning.md) [keys](../keys.md#keys)"
-    assert site_links(deeper, "deeper/page.md") == shown
-
-
 def test_every_metric_is_documented():
     logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', code()))
     assert len(logged) > 30
