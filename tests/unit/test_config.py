@@ -272,6 +272,17 @@ VERLS_MISTAKES = {
     "trainer.total_epochs=0": "at least 1",
     "trainer.total_training_steps=0": "at least 1, or null",
     "algorithm.adv_estimator=ppo": "one of gae, gdpo",
+    # verl's estimators assert these at the first batch
+    "algorithm.adv_estimator=gdpo": "algorithm.gdpo_reward_keys=None: a list of names",
+    "algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of names",
+    "algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": (
+        "gdpo_reward_weights=[1.0]: null, or a number for each of algorithm.gdpo_reward_keys=acc, form"
+    ),
+    "algorithm.adv_estimator=optimal_token_baseline": f"{ACTOR}.calculate_sum_pi_squared=False: True with this estimator",
+    # a tracker, and the run's records, take text
+    "trainer.experiment_name=7": "text (a number in quotes that reach hydra)",
+    "trainer.experiment_name=null": "text (a number in quotes that reach hydra)",
+    "trainer.default_local_dir=7": "a directory that this user can write",
     f"{LOSS}=geo_mean": "any other: verl averages it in each micro-batch",
     f"{LOSS}=ppo": "one of bypass_mode, cispo",
     f"{ACTOR}.loss_agg_mode=mean": "one of seq-mean-token-mean",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.tracking import Tracking
@@ -70,7 +71,7 @@ _CPU = on("trainer.device", "cpu")
 
 
 def _directory(key: str) -> Rule:
-    return Rule(key, lambda v, _: v and writable(v), "a directory that this user can write")
+    return Rule(key, lambda v, _: v and isinstance(v, str) and writable(v), "a directory that this user can write")
 
 
 def _passes() -> Iterator[Rule]:
@@ -180,6 +181,10 @@ _TRAINING = (
     ),
     _directory("trainer.default_local_dir"),
     *(or_null(_directory(f"trainer.{key}_data_dir")) for key in ("rollout", "validation")),
+    *(
+        Rule(f"trainer.{key}", lambda v, _: v and isinstance(v, str), "text (a number in quotes that reach hydra)")
+        for key in ("project_name", "experiment_name")
+    ),
 )
 _LEARNING = (
     # dynamic sampling
@@ -212,6 +217,23 @@ _LEARNING = (
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
     *where(on("algorithm.adv_estimator", "gae"), other_than("critic.enable", False, "it takes a critic's values")),
+    *where(
+        on("algorithm.adv_estimator", "gdpo"),
+        Rule(
+            "algorithm.gdpo_reward_keys",
+            lambda v, _: v and OmegaConf.is_list(v),
+            "a list of names that the reward function says numbers by",
+        ),
+        Rule(
+            "algorithm.gdpo_reward_weights",
+            lambda v, c: v is None or (OmegaConf.is_list(v) and len(v) == len(at(c, "algorithm.gdpo_reward_keys"))),
+            "null, or a number for each of algorithm.gdpo_reward_keys={algorithm.gdpo_reward_keys}",
+        ),
+    ),
+    *where(
+        When(lambda c: str(at(c, "algorithm.adv_estimator")).endswith("optimal_token_baseline"), "with this estimator"),
+        only("actor.calculate_sum_pi_squared", True, "it reads what the pass over the batch then gives"),
+    ),
     Rule(
         "rollout.n",
         lambda v, c: v >= 2 or not facts.compares_siblings(c),
