@@ -61,10 +61,10 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         self.is_master = is_master
         self._root = root
         self._deadline_s = deadline_s
-        self._folder = folder_of(Path(root), job_key())
+        self._folder = Path(root) / f"{_PREFIX}{job_key()}"
         self._newest: Path | None = None
         # Kept for as long as this process lives: the lock says that the folder is in use.
-        self._lock = claim(Path(root), job_key()) if is_master else None
+        self._lock = claim(self._folder) if is_master else None
 
     def prepare(self) -> dict[str, Any]:
         return {"node_id": ray.get_runtime_context().get_node_id()}
@@ -90,9 +90,9 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         """There is none."""
 
     def finalize(self) -> None:
-        """Remove what was sent; all engines have loaded it."""
-        if self.is_master:
-            clear(self._folder)
+        """Remove what was sent; all engines have loaded it. Who has mapped a file keeps its memory until it lets go."""
+        for file in self._folder.iterdir() if self.is_master else ():
+            file.unlink(missing_ok=True)
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> None:
         """Write the file of version ``global_steps``; each rank must iterate, because gathering a tensor takes them all.
@@ -151,13 +151,8 @@ CheckpointEngineRegistry.register(BACKEND)(ShmCheckpointEngine)  # type: ignore[
 # user made, or may write to, is refused. The next job removes it once the process is dead.
 
 
-def folder_of(root: Path, job: str) -> Path:
-    """Where ``job`` keeps its files."""
-    return root / f"{_PREFIX}{job}"
-
-
-def claim(root: Path, job: str) -> int:
-    """Make the job's folder, empty, and remove those of dead jobs.
+def claim(path: Path) -> int:
+    """Make a job's folder, empty, and remove those of dead jobs beside it.
 
     Returns:
         A file descriptor that holds the folder's lock. The kernel frees the lock when the process ends, however it ends.
@@ -165,8 +160,7 @@ def claim(root: Path, job: str) -> int:
     Raises:
         PermissionError: what is there is no folder that only this user can write to.
     """
-    sweep(root)
-    path = folder_of(root, job)
+    sweep(path.parent)
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -176,7 +170,6 @@ def claim(root: Path, job: str) -> int:
             fcntl.flock(held, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(held), path.lstat()):
                 os.fchmod(held, 0o700)
-                clear(path)
                 return held
             os.close(held)
 
@@ -201,32 +194,23 @@ def _refused(path: Path, found: str) -> PermissionError:
     )
 
 
-def sweep(root: Path) -> list[Path]:
-    """Remove the folders of this user that no living process has claimed; returns them."""
-    removed = []
+def sweep(root: Path) -> None:
+    """Remove the folders of this user that no living process has claimed."""
     for path in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             held = _opened(path)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
-                removed.append(path)
             finally:
                 os.close(held)
-    return removed
-
-
-def clear(path: Path) -> None:
-    """Remove the files of a folder; who has mapped one keeps its memory until it lets go."""
-    for file in path.iterdir():
-        file.unlink(missing_ok=True)
 
 
 # -- a file of named tensors -------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: Iterable[Named]) -> int:
-    """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result; returns its bytes.
+def write_file(path: Path, tensors: Iterable[Named]) -> None:
+    """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result.
 
     Only the owner may read the file. Layout: the bytes of each tensor, at a multiple of 64; an index, as JSON; the length
     of the index in 8 bytes. (safetensors puts its index first, so it needs all tensors at once. Here the trainer gathers
@@ -247,11 +231,9 @@ def write_file(path: Path, tensors: Iterable[Named]) -> int:
                 file.write(flat.view(torch.uint8).numpy().data)
             words = json.dumps(index).encode()
             file.write(words + len(words).to_bytes(_LENGTH_BYTES, "little"))
-            size = file.tell()
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    return size
 
 
 def read_file(path: Path) -> Iterator[Named]:

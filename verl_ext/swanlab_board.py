@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_ext.guard import require, when_imported
+from verl_ext.guard import around, require, when_imported
 
 SWANLAB = "0.10.3"
 _DEFAULT = "default"
@@ -38,32 +38,28 @@ def install() -> None:
 
 
 def _patch(module: Any) -> None:
-    column, callback = module._ColumnInfo, module.LocalCallbacker
-    describe, begin, handle = column.__init__, callback.on_run_initialized, callback._handle_metric
-
-    def describe_in_section(self: Any, key: str, kid: str, chart_type: Any) -> None:
-        describe(self, key, kid, chart_type)
+    @around(module._ColumnInfo, "__init__")
+    def describe_in_section(swanlabs: Any, self: Any, key: str, kid: str, chart_type: Any) -> None:
+        swanlabs(self, key, kid, chart_type)
         self.section_name = section_of(key)
         # None: after the sections that exist.
         self.section_sort = None
 
-    def begin_or_continue(self: Any, run_dir: Path, path: str, settings: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, run_dir, path, settings, *args, **kwargs)
+    @around(module.LocalCallbacker, "on_run_initialized")
+    def begin_or_continue(swanlabs: Any, self: Any, run_dir: Path, path: str, settings: Any, *args: Any, **kwargs: Any):
+        swanlabs(self, run_dir, path, settings, *args, **kwargs)
         # The board's table looks for a metric in the folder of its rank, which counts from 0.
         self._next_kid = 0
         _continue_earlier(self, settings.run.id, module._MetricContext)
 
-    def handle_finite(self: Any, record: Any, scalar: bool) -> None:
+    @around(module.LocalCallbacker, "_handle_metric")
+    def handle_finite(swanlabs: Any, self: Any, record: Any, scalar: bool) -> None:
         if not scalar or math.isfinite(record.value.number):
-            handle(self, record, scalar)
+            swanlabs(self, record, scalar)
         elif not getattr(self, "_told", False):
             self._told = True
             value = f"{record.key} of step {record.step}, {record.value.number}"
             print(f"SwanLab's local board leaves out what is not a finite number; the first: {value}", file=sys.stderr)
-
-    column.__init__ = describe_in_section
-    callback._handle_metric = handle_finite
-    callback.on_run_initialized = begin_or_continue
 
 
 def _continue_earlier(callback: Any, run_id: str, context: Any) -> None:

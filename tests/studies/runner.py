@@ -62,7 +62,7 @@ class Study:
         try:
             lines = read_metrics(directory / METRICS, [])
             ended = arm.program != MAIN or _has_ended(directory)
-            steps = [line.step for line in lines if line.trained]
+            steps = [line.step for line in lines if "training/global_step" in line.values]
         except RunRecordError:
             return False
         complete = ended and max(steps, default=0) == self.steps

@@ -362,5 +362,5 @@ def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
         each = Shown(run.settings, run.steps[0], True)
         return _speed(each), _bubble(each)
 
-    assert shown(load_run(in_turns(tmp_path / "noPR"))) == (pytest.approx(10), pytest.approx(7 / 8))
-    assert shown(run) == (pytest.approx(20), pytest.approx(0.5))
+    assert shown(load_run(in_turns(tmp_path / "noPR"))) == ([pytest.approx(10)], [pytest.approx(7 / 8)])
+    assert shown(run) == ([pytest.approx(20)], [pytest.approx(0.5)])

@@ -103,14 +103,15 @@ def test_folder_of_a_dead_job_is_removed_by_the_next_and_that_of_a_living_one_st
     living, _ = ends("living")
     asyncio.run(living[0].send_weights([("a", torch.ones(1))], global_steps=2))
     dead, home = tmp_path / "verl-weights-dead", tmp_path / "home"
-    held = shm_weights.claim(tmp_path, "dead")
+    held = shm_weights.claim(dead)
     (dead / "4.part").write_bytes(b"half")
     home.mkdir()
     (tmp_path / "verl-weights-link").symlink_to(home)
-    assert shm_weights.sweep(tmp_path) == [], "no link is followed"
+    shm_weights.sweep(tmp_path)
+    assert dead.exists() and home.exists(), "no link is followed"
     # As the kernel does when the process ends.
     os.close(held)
-    held = shm_weights.claim(tmp_path, "dead")
+    held = shm_weights.claim(dead)
     assert not list(dead.iterdir())
     os.close(held)
     ends("next")
@@ -123,7 +124,7 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
     """Its name is easy to guess, so another user may have put something in its place."""
     _, (receiver, _) = ends()
     folder, home = tmp_path / "verl-weights-job", tmp_path / "home"
-    monkeypatch.setattr(shm_weights, "sweep", lambda root: [])
+    monkeypatch.setattr(shm_weights, "sweep", lambda root: None)
     folder.rmdir()
     home.mkdir()
     shm_weights.write_file(home / "3", [("a", torch.ones(1))])
@@ -139,7 +140,7 @@ def test_what_is_no_private_folder_of_ours_is_refused_and_left_alone(ends, tmp_p
         if kind == "another's":
             monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(PermissionError, match=rf"{folder}: .*remove it, or set .*engine_kwargs\.shm\.root"):
-        shm_weights.claim(tmp_path, "job")
+        shm_weights.claim(folder)
     assert [path.name for path in home.iterdir()] == ["3"]
 
 

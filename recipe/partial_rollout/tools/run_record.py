@@ -21,16 +21,11 @@ from recipe.partial_rollout.tools.reading.run_log import RunRecordError, iter_li
 
 
 class StepMetrics(Struct, frozen=True):
-    """A line of verl's file logger: a training step, or the validation before the first step."""
+    """A line of verl's file logger: a training step (with ``training/global_step``), or the validation before the first."""
 
     step: int
     values: dict[str, Any] = msgspec.field(name="data")
     """metrics by verl's key; NaN, which verl logs as null, is left out"""
-
-    @property
-    def trained(self) -> bool:
-        """Whether it is a training step."""
-        return "training/global_step" in self.values
 
 
 def read_metrics(path: Path, warnings: list[str]) -> list[StepMetrics]:

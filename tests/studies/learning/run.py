@@ -175,7 +175,7 @@ def read_run(directory: Path, **known: Any) -> LearningRun:
         RunRecordError: the file cannot be read, or the run was never validated.
     """
     path = directory / "metrics.jsonl"
-    steps = [line for line in read_metrics(path, []) if line.trained]
+    steps = [line for line in read_metrics(path, []) if "training/global_step" in line.values]
     validated = [(step.step, rewards[0]) for step in steps if (rewards := held_out_rewards([step.values]))]
     if not validated:
         raise RunRecordError(f"{path}: no validation (trainer.test_freq)")

@@ -78,7 +78,7 @@ def read_run(directory: Path, arm: str, seed: int, samples_per_step: int) -> Pee
         ValueError: a step lacks a figure; the message names both.
     """
     lines = read_metrics(directory / "metrics.jsonl", [])
-    steps = [line.values for line in lines if line.trained]
+    steps = [line.values for line in lines if "training/global_step" in line.values]
 
     def column(key: str) -> np.ndarray:
         missing = [i for i, step in enumerate(steps, 1) if key not in step]

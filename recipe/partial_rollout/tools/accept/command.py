@@ -56,17 +56,17 @@ class Variant:
     """An engine to try: environment and vLLM arguments that differ from the device's own choice."""
 
     name: str
+    leaves_out: str = ""
+    """what it does without, and the variant before it does not"""
     environment: dict[str, str] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
 
 AS_CHOSEN = Variant("as vLLM chooses")
 FALLBACKS = (
-    Variant("V1 model runner", _V1),
-    Variant("V1 model runner, synchronous scheduling", _V1, {"async_scheduling": False}),
+    Variant("V1 model runner", "model runner V2", _V1),
+    Variant("V1 model runner, synchronous scheduling", "asynchronous scheduling", _V1, {"async_scheduling": False}),
 )
-CULPRITS = ("model runner V2", "asynchronous scheduling")
-"""what each of ``FALLBACKS`` leaves out, and its predecessor does not"""
 
 
 @dataclass(slots=True)
@@ -83,16 +83,15 @@ class Result:
         return all(check.passed for check in self.checks)
 
 
+@dataclass
 class Plan:
     """Runs the parts and keeps their results; every part is a process with a limit, and with a log in ``out``."""
 
-    def __init__(self, out: Path, shape: str, platform: str, overrides: list[str]) -> None:
-        self.out = out
-        self.platform = platform
-        self.results: list[Result] = []
-        self.diagnosis = ""
-        self._shape = shape
-        self._overrides = overrides
+    out: Path
+    shape: str
+    platform: str
+    overrides: list[str]
+    results: list[Result] = field(default_factory=list)
 
     def run(self) -> bool:
         """A to D; whether the machine is accepted. What an earlier acceptance left is kept beside it."""
@@ -100,21 +99,18 @@ class Plan:
             set_aside(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self._part("A", AS_CHOSEN, self._check)
-        failed = [
-            part for part, play in (("B", self._tests), ("C", self._training)) if not self._part(part, AS_CHOSEN, play)
-        ]
+        plays = {"B": self._tests, "C": self._training}
+        failed = [part for part, play in plays.items() if not self._part(part, AS_CHOSEN, play)]
+        diagnosis = ""
         if failed:
-            part = failed[-1]
-            self.diagnosis = diagnose(
-                lambda variant: self._part(part, variant, self._training if part == "C" else self._tests)
-            )
+            diagnosis = diagnose(lambda variant: self._part(failed[-1], variant, plays[failed[-1]]))
         accepted = all(result.passed for result in self.results if result.variant == AS_CHOSEN.name)
         report = {
             "accepted": accepted,
             "platform": self.platform,
-            "shape": self._shape,
+            "shape": self.shape,
             "seconds": round(sum(result.seconds for result in self.results), 1),
-            "diagnosis": self.diagnosis,
+            "diagnosis": diagnosis,
             "parts": [{**asdict(result), "passed": result.passed} for result in self.results],
         }
         (self.out / _REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -153,11 +149,11 @@ class Plan:
         set_aside(run)
         small = ["--median", "24", "--cap", "96", "--vocabulary", "512"]
         sizes = ["--median", "250", "--cap", "1024"] if self.platform == "cuda" else small
-        prepare(["--out", str(task), "--shape", self._shape, "--rows", "256", *sizes])
+        prepare(["--out", str(task), "--shape", self.shape, "--rows", "256", *sizes])
         command = ["-m", "recipe.partial_rollout.main_ppo", "--config-name", "accept_cuda", f"accept.dir={self.out}"]
-        command += [*(_ON_CPU if self.platform == "cpu" else ()), *_OF_SHAPE.get(self._shape, ())]
+        command += [*(_ON_CPU if self.platform == "cpu" else ()), *_OF_SHAPE.get(self.shape, ())]
         command += [f"+{_ASYNC}={value}" for value in variant.engine.values()]
-        ended = self._process("training", [*command, *self._overrides], log, variant, _LIMIT_S["C"])
+        ended = self._process("training", [*command, *self.overrides], log, variant, _LIMIT_S["C"])
         if not ended.passed:
             return [ended]
         try:
@@ -213,9 +209,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def diagnose(passes: Callable[[Variant], bool]) -> str:
     """What to blame, by leaving out one thing after another until the part ``passes``."""
-    for variant, culprit in zip(FALLBACKS, CULPRITS, strict=True):
+    for variant in FALLBACKS:
         if passes(variant):
-            return f"{culprit}: it passes with {variant.name}"
+            return f"{variant.leaves_out}: it passes with {variant.name}"
     return "neither the model runner nor the scheduler: it fails without both"
 
 

@@ -1,7 +1,8 @@
 """`report.png`: small panels, one figure a step for every run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +38,8 @@ class Shown:
 class Panel:
     title: str
     """``{over}`` in it is for what the figures of the engines are over."""
-    figure: Callable[[Shown], float | None]
-    peak: Callable[[Shown], float | None] | None = None
-    """A second, thin line of each run."""
+    figures: Callable[[Shown], Sequence[float | None]]
+    """Of each run's line, and of a second, thin one where there are two."""
     reach: float | None = 0.0
     """The axis includes 0 and at least this value; None if it follows the figures."""
 
@@ -55,19 +55,15 @@ def _seconds(shown: Shown) -> float:
     return shown.step.seconds("step" if shown.whole else "gen")
 
 
-def _speed(shown: Shown) -> float | None:
-    return ratio(shown.step.decoding.decoded_tokens, _seconds(shown))
+def _speed(shown: Shown) -> list[float | None]:
+    return [ratio(shown.step.decoding.decoded_tokens, _seconds(shown))]
 
 
-def _bubble(shown: Shown) -> float | None:
+def _bubble(shown: Shown) -> list[float | None]:
     empty = bubble_fraction([shown.step.decoding], shown.settings.full_concurrency)
-    if empty is None or shown.settings.separate or not shown.whole:
-        return empty
-    return 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
-
-
-def _sigmas(shown: Shown) -> tuple[float, float]:
-    return length_sigmas([group.lengths for group in shown.step.round.trained])
+    if empty is not None and shown.whole and not shown.settings.separate:
+        empty = 1 - (1 - empty) * (ratio(shown.step.seconds("gen"), shown.step.seconds("step")) or 0.0)
+    return [empty]
 
 
 PANELS = (
@@ -75,23 +71,17 @@ PANELS = (
     Panel("empty slots {over} (bubble)", _bubble, reach=1.0),
     Panel(
         "staleness of trained samples: mean, and max (thin)",
-        lambda shown: _mean(shown.step.staleness),
-        peak=lambda shown: max(shown.step.staleness, default=None),
+        lambda shown: (_mean(shown.step.staleness), max(shown.step.staleness, default=None)),
         reach=1.0,
     ),
-    Panel("mean reward", lambda shown: shown.step.metrics.get("critic/score/mean"), reach=None),
-    Panel("mean trained length, tokens", lambda shown: _mean(shown.step.lengths)),
-    Panel("entropy", lambda shown: shown.step.metrics.get("actor/entropy"), reach=None),
+    Panel("mean reward", lambda shown: [shown.step.metrics.get("critic/score/mean")], reach=None),
+    Panel("mean trained length, tokens", lambda shown: [_mean(shown.step.lengths)]),
+    Panel("entropy", lambda shown: [shown.step.metrics.get("actor/entropy")], reach=None),
     Panel(
         "sigma of trained lengths: batch, and group (thin)",
-        lambda shown: _sigmas(shown)[0],
-        peak=lambda shown: _sigmas(shown)[1],
+        lambda shown: length_sigmas([group.lengths for group in shown.step.round.trained]),
     ),
-    Panel(
-        "made by several versions: samples, and tokens (thin)",
-        lambda shown: (shown.step.mixed or (None, None))[0],
-        peak=lambda shown: (shown.step.mixed or (None, None))[1],
-    ),
+    Panel("made by several versions: samples, and tokens (thin)", lambda shown: shown.step.mixed or [None]),
 )
 
 
@@ -136,12 +126,16 @@ def _plain(axes: Axes) -> None:
 def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[list[Shown]]) -> None:
     drawn = False
     for index, (side, shown) in enumerate(zip(comparison.sides, runs, strict=True)):
-        if panel.peak:
-            steps, peaks = _series(shown, panel.peak)
-            axes.plot(steps, peaks, color=hue(index), linewidth=1, alpha=0.55, drawstyle="steps-mid")
-        steps, values = _series(shown, panel.figure)
-        _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
-        drawn |= len(values) > 0
+        numbers, figures = np.array([each.step.number for each in shown]), [panel.figures(each) for each in shown]
+        for thin, column in enumerate(zip_longest(*figures)):
+            values = np.array(column, float)
+            known = ~np.isnan(values)
+            steps, values = numbers[known], values[known]
+            if thin:
+                axes.plot(steps, values, color=hue(index), linewidth=1, alpha=0.55, drawstyle="steps-mid")
+            else:
+                _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
+                drawn |= len(values) > 0
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _plain(axes)
     if not drawn:
@@ -151,13 +145,6 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[lis
     elif panel.reach is not None:
         top = max(axes.get_ylim()[1], panel.reach)
         axes.set_ylim(-0.02 * top, top)
-
-
-def _series(run: list[Shown], figure: Callable[[Shown], float | None]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps whose figure is known, and the figures."""
-    points = [(shown.step.number, figure(shown)) for shown in run]
-    known = [(number, value) for number, value in points if value is not None]
-    return np.array([number for number, _ in known]), np.array([value for _, value in known])
 
 
 def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, colour: str, marker: str) -> None:
