@@ -196,7 +196,9 @@ MISTAKES = {
     f"{P}.resume_kv=keep {ROLLOUT}.enable_prefix_caching=False": "resume_kv=keep: recompute, or",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
     f"algorithm=grpo_passk {ROLLOUT}.n=1": "at least 2 with algorithm.adv_estimator=grpo_passk, whose",
-    f"algorithm.adv_estimator=gdpo {ROLLOUT}.n=1": "at least 2 with algorithm.adv_estimator=gdpo, whose",
+    f"+algorithm.gdpo_reward_keys=[acc] algorithm.adv_estimator=gdpo {ROLLOUT}.n=1": (
+        "at least 2 with algorithm.adv_estimator=gdpo, whose"
+    ),
     f"{FILTERS} {P}.enable=False": f"{FILTERS}: False with partial_rollout.enable=False: verl's v0 trainer",
     f"{FILTERS} {ROLLOUT}.n=1": f"{FILTERS}: False with actor_rollout_ref.rollout.n=1",
     f"{FILTERS} {FILTER}.metric=null": "metric=None: reward, or a name of its extra information",
