@@ -34,14 +34,14 @@ TABLE = """\
 verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer trainer_run main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
-        _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _update_critic _validate _balance_batch
+        _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _validate _balance_batch
         _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager
     reads: agent_loop_manager_class
 verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
     has: tokenizer train_dataset train_dataloader llm_server_manager checkpoint_manager actor_rollout_wg replay_buffer
         reward_loop_manager global_steps total_training_steps trainer_mode __init__ init fit
         _setup _build_replay_buffer _init_dataloader on_init_end prepare_step _load_checkpoint _save_checkpoint
-        _compute_reward_colocate _compute_old_log_prob _update_actor _update_critic _balance_batch _validate
+        _compute_reward_colocate _compute_old_log_prob _update_actor _balance_batch _validate
         _val_metrics_update _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client
         get_reward_handles
 verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer trained_rows
