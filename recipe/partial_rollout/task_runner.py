@@ -23,7 +23,7 @@ from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.rollout.cluster_nodes import accepts
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopTraining
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.waits import one_line
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 
 ALGORITHMS = tuple(sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
 STEPS_EACH = 2

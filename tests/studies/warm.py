@@ -41,7 +41,7 @@ from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from tests.studies.processes import METRICS, TERMINAL, UNFIT
 
 _OF_A_RUN = ("seed", "n", "val_kwargs", "agent", "trace")

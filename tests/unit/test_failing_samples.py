@@ -24,7 +24,7 @@ from verl.trainer.ppo.reward import extract_reward
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker

@@ -11,7 +11,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import ProximalPolicy, UpdateOrder, needs_pass
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from tests.unit.shared import settings_of
 
 CORRECTION = {

@@ -28,8 +28,8 @@ from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.loss import ProximalPolicy
-from recipe.partial_rollout.training.ray_trainer import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from tests.unit.shared import state_of
 
 STEPS = 4

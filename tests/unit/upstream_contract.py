@@ -31,7 +31,7 @@ def entries(text):
 
 TABLE = """\
 # the trainer
-verl.trainer.ppo.ray_trainer:RayPPOTrainer <- ray_trainer trainer_run main_ppo task_runner
+verl.trainer.ppo.ray_trainer:RayPPOTrainer <- trainer_run main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
         _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _validate _balance_batch

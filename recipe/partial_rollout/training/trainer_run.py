@@ -1,7 +1,12 @@
-"""What the recipe's trainers of verl share: a run around verl's training loop.
+"""What the recipe's trainers of verl share, a run around verl's training loop; and verl's ``RayPPOTrainer`` with it.
 
-A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; this class gives the
-run's session, checkpoints, stops, metrics and the end of each step.
+A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; ``TrainerRun`` gives
+the run's session, checkpoints, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
+
+    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
+      -> log-probs, reward, advantage, update (verl) -> weight sync (RecipeCheckpointManager), which ends the step
+
+With ``partial_rollout.enable=False`` loader, manager and batches are verl's own. ``training/v1`` has verl's v1 trainer.
 """
 
 from __future__ import annotations
@@ -10,16 +15,19 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 import verl.utils.tracking as tracking
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
 from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
@@ -27,11 +35,13 @@ from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
+from recipe.partial_rollout.training.colocated_reward import score_batch
 from recipe.partial_rollout.training.reward_info import averaged, per_sample
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
+from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
 
@@ -258,3 +268,41 @@ class TrainerRun:
         if self._phase_started is not None:
             self.session.log.add(Phase("train", self.global_steps, self._phase_started, time.time()))
             self._phase_started = None
+
+
+class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
+    """``RayPPOTrainer`` whose batches come from the driver; its arguments are ``TrainerRun``'s."""
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self._offer(self.train_dataloader)
+
+    def init_workers(self) -> None:
+        """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
+        alone = engine_devices(self.config) > 0
+        with standalone_engines() if alone else nullcontext():
+            super().init_workers()
+        self._connect(self.async_rollout_manager)
+
+    def fit(self) -> None:
+        """As ``play``."""
+        self.play(super().fit)
+
+    def _load_checkpoint(self) -> None:
+        self._load_trainer(super()._load_checkpoint)
+        self._load_data()
+
+    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
+        return score_batch(self.reward_loop_manager, batch, self.settings)
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
+        if not self.proximal.recomputes(self.global_steps):
+            return self.proximal.stand_in(batch), 0.0
+        return super()._compute_old_log_prob(batch)
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.settings.enable:
+            self.proximal.instruct(batch.meta_info, self.global_steps)
+            if "rollout_log_probs" not in batch.batch:
+                batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+        return super()._update_actor(batch)
