@@ -55,7 +55,7 @@ def group_of(step, n):
 def live(tmp_path, resolved_config, monkeypatch):
     """``live(who, until=, mode=)``: a process that trains to step ``until``, with a checkpoint at each even one."""
 
-    def run(who, *, until, arm, mode="auto", path=None, keep=None, directory=tmp_path / "run", killed=False):
+    def run(who, *, until, arm, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
         keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
         config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={arm == 'PR'}")

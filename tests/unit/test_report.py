@@ -102,10 +102,11 @@ def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
 def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
     rounds = default_rounds(steps=2)
     rounds[0]["trained"] = [build_group(0, [1, 3]), build_group(1, [9, 11])]
-    rounds[1]["trained"] = [build_group(2, [5, 5]), build_group(3, [5, 5])]
+    rounds[1]["trained"] = [build_group(2, [5, 5], staleness=2), build_group(3, [5, 5])]
     shares = {"partial_rollout/staleness/mixed_samples": 0.5, "partial_rollout/staleness/mixed_tokens": 0.8}
     mixed = {step: {"timing_s/step": 20.0, "timing_s/gen": 10.0, **(shares if step == 2 else {})} for step in (1, 2)}
     comparison = compare([load_run(build_run(tmp_path / "a", rounds=rounds, metrics=mixed, arm="PR"))])
+    assert (comparison.base.summary.staleness.mean, comparison.base.summary.staleness.max) == (0.5, 2)
     assert comparison.base.summary.length_sigma == (pytest.approx(17**0.5 / 2), 0.5)
     rows = cells(comparison)
     assert rows["made by several versions: samples / tokens"] == ["50.0% / 80.0%"]
@@ -132,13 +133,13 @@ def test_work_of_rollout_pass_and_update_stands_side_by_side_and_mfu_where_verl_
     assert summary_of(v1).mfu == (None, None, pytest.approx(0.2))
 
 
-def validated(*sources, at, steps=3, k=8):
+def validated(*sources, at, steps=3):
     """Metrics of a run that validates at a step, as verl logs them."""
     found = {}
     for value, source in enumerate(sources, 1):
         key = f"val-core/{source}/acc"
-        found |= {f"{key}/mean@{k}": value / 10, f"{key}/best@{k}/mean": value / 5, f"{key}/best@{k}/std": 0.01}
-        found |= {f"{key}/maj@{k}/mean": value / 8, f"val-aux/{source}/reward/mean@{k}": 9.0}
+        found |= {f"{key}/mean@8": value / 10, f"{key}/best@8/mean": value / 5, f"{key}/best@8/std": 0.01}
+        found |= {f"{key}/maj@8/mean": value / 8, f"val-aux/{source}/reward/mean@8": 9.0}
     timers = {"timing_s/step": 600.0, "timing_s/gen": 10.0}
     return {
         step: {**timers, **(found | {"timing_s/testing": 1260.0} if step == at else {})} for step in range(steps + 1)
