@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from contextlib import suppress
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutRepl
 
 from recipe.partial_rollout.config.settings import OVERLONG, Correction, trainer_devices
 from recipe.partial_rollout.training.loss import NO_DUAL_CLIP, WeightLevel, weight_level
+from recipe.partial_rollout.waits import one_line
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
 DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
@@ -155,12 +155,10 @@ def clips_once(config: DictConfig) -> bool:
 
 
 def rejects(rejection: Any, config: DictConfig) -> bool:
-    """Whether verl can reject samples as ``algorithm.rollout_correction`` says."""
+    """Whether verl can reject samples as ``algorithm.rollout_correction`` says; raises what verl raises if it cannot."""
     zeros = torch.zeros(1, 1)
-    with suppress(TypeError, ValueError):
-        compute_rollout_rejection_mask(zeros, zeros + 1, rejection, at(config, f"{_CORRECTION}.rollout_rs_threshold"))
-        return True
-    return False
+    compute_rollout_rejection_mask(zeros, zeros + 1, rejection, at(config, f"{_CORRECTION}.rollout_rs_threshold"))
+    return True
 
 
 def fitting_level(config: DictConfig) -> WeightLevel:
@@ -174,13 +172,11 @@ def levels(config: DictConfig) -> list[WeightLevel]:
 
 
 def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
-    """Whether verl accepts the threshold, and a token of weight 1 keeps it."""
+    """Whether a token of weight 1 keeps it; raises what verl raises for a threshold that it does not take."""
     level = at(config, f"{_CORRECTION}.rollout_is") or fitting_level(config)
     on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    with suppress(TypeError, ValueError):
-        weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
-        return bool(weights.any())
-    return False
+    weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
+    return bool(weights.any())
 
 
 def needed_of_loss(config: DictConfig) -> str:
@@ -212,8 +208,9 @@ def needed_of_loss(config: DictConfig) -> str:
                     rollout_is_weights=torch.full((2, 8), weight),
                 )
             losses.append(float(loss))
-    except (AssertionError, TypeError, ValueError) as error:
-        return f"a loss that takes rollout_is_weights; it raises: {error}"
+    except Exception as error:
+        # It may be the user's.
+        return f"a loss that takes rollout_is_weights; it raises {one_line(error)}"
     if abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0]):
         return ""
     return "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"

@@ -17,7 +17,6 @@ from recipe.partial_rollout.preflight import facts
 from recipe.partial_rollout.preflight.facts import at, full
 
 _QUOTED = re.compile(r"(?<!\$)\{([\w.]+)\}")
-Count = Callable[[DictConfig], int]
 
 
 class When(NamedTuple):
@@ -46,18 +45,27 @@ class Rule(NamedTuple):
 
     key: str
     holds: Callable[[Any, DictConfig], Any]
-    """of value and config"""
+    """of value and config; a value that it cannot read does not hold"""
     allowed: str | Callable[[DictConfig], str]
     why: str = ""
     when: When = ALWAYS
 
     def refusal(self, config: DictConfig) -> ConfigError | None:
         value = at(config, self.key)
-        if not self.when.applies(config) or self.holds(value, config):
+        if not self.when.applies(config) or self._is_held_by(value, config):
             return None
         allowed = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
         words = _QUOTED.sub(lambda found: _quoted(config, found[1]), f"{allowed} {self.when.words}".rstrip())
         return fail(full(self.key), value, words + (f": {self.why}" if self.why else ""))
+
+    def _is_held_by(self, value: Any, config: DictConfig) -> Any:
+        try:
+            return self.holds(value, config)
+        except (AttributeError, TypeError, ValueError):
+            # The value is of another kind than the rule reads; of a section that is null there is none.
+            if at(config, self.key.rpartition(".")[0]) is None:
+                raise
+            return False
 
 
 def _quoted(config: DictConfig, name: str) -> str:
@@ -114,7 +122,7 @@ def or_null(rule: Rule) -> Rule:
     )
 
 
-def divisible(key: str, times: str, by: Count, what: str, why: str = "") -> Rule:
+def divisible(key: str, times: str, by: Callable[[DictConfig], int], what: str, why: str = "") -> Rule:
     """The product of two keys must be divisible by a number of ``what``."""
     return Rule(
         key,

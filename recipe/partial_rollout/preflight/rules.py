@@ -172,8 +172,7 @@ _TRAINING = (
     one_of("global_profiler.tool", ("nsys", "npu", "torch", "torch_memory", "precision_debugger", None)),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
     only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
-    only("actor.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
-    only("critic.checkpoint.async_save", False, "a checkpoint is sealed once whole"),
+    *(only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed once whole") for who in ("actor", "critic")),
     Rule(
         "actor.checkpoint.save_contents",
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
