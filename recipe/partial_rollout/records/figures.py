@@ -141,15 +141,11 @@ def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     >>> list(overview({"training/global_step": 1, "timing_s/gen": 3.0}, partial=False).items())[:2]
     [('0_overview/rollout_s', 3.0), ('0_overview/staleness_mean', 0.0)]
     """
-    found: dict[str, float] = {}
-    if rewards := held_out_rewards([data]):
-        found["held_out_reward"] = float(np.mean(rewards))
-    known = {} if partial or "training/global_step" not in data else _SYNCHRONOUS
-    for figure, source in _COPIES.items():
-        if figure in known:
-            found[figure] = known[figure]
-        elif source in data:
-            found[figure] = float(data[source])
+    rewards = held_out_rewards([data])
+    found = {"held_out_reward": float(np.mean(rewards))} if rewards else {}
+    found |= {figure: float(data[source]) for figure, source in _COPIES.items() if source in data}
+    if not partial and "training/global_step" in data:
+        found |= _SYNCHRONOUS
     in_tools, in_turns = (float(data.get(f"timing_s/agent_loop/{name}/mean", 0.0)) for name in _LIFE)
     if in_tools:
         found["tool_share"] = in_tools / (in_tools + in_turns)
