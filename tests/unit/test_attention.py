@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
@@ -86,11 +87,14 @@ def test_set_up_check_builds_a_model_with_the_attention_that_it_would_choose(mon
     """The day that verl's default can be built without flash-attn, choosing is no longer needed."""
     if packed_attention.flash_attn_problem() is None:
         pytest.skip("flash-attn is installed here")
-    assert machine.attention_failure(flash_runs=True) is None
+    assert not machine.flash_attention().stops
     monkeypatch.setattr(packed_attention, "flash_attn_problem", lambda: None)
-    failure = machine.attention_failure(flash_runs=True)
-    assert failure.startswith("no model can be built with attn_implementation=flash_attention_2: ImportError")
-    assert machine.attention_failure(flash_runs=False) is None
+    for sees_a_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda sees=sees_a_gpu: sees)
+        found = machine.flash_attention()
+        assert found.stops == sees_a_gpu
+        refused = "no model can be built with attn_implementation=flash_attention_2: ImportError"
+        assert found.said.startswith(refused if sees_a_gpu else "flash_attention_2")
 
 
 def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):

@@ -129,7 +129,6 @@ def failure() -> str | None:
             importlib.import_module(name)
         except Exception as error:
             return f"{name} does not import: {one_line(error)}"
-    import torch
     from verl.plugin.platform import get_platform
 
     wanted = os.environ.get("VERL_PLATFORM", "").strip().lower()
@@ -145,32 +144,6 @@ def failure() -> str | None:
         require_tested_pair("check")
     except UnsupportedVersionError as error:
         return str(error)
-    return attention_failure(flash_runs=in_force != "cpu" and torch.cuda.is_available())
-
-
-def attention_failure(flash_runs: bool) -> str | None:
-    """Why no model can be built with the attention that the recipe gives models that name none, or None.
-
-    Args:
-        flash_runs: transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
-    """
-    implementation = FLASH if packed_attention.flash_attn_problem() is None else packed_attention.NAME
-    if implementation == FLASH and not flash_runs:
-        return None
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from recipe.partial_rollout.tasks.clock10.model import build_config
-
-    try:
-        # As verl makes its models.
-        model = AutoModelForCausalLM.from_config(
-            build_config(), attn_implementation=implementation, dtype=torch.bfloat16
-        )
-        if implementation != FLASH:
-            model(torch.zeros(1, 4, dtype=torch.long))
-    except Exception as error:
-        return f"no model can be built with attn_implementation={implementation}: {one_line(error)}"
     return None
 
 
@@ -209,9 +182,23 @@ def compiler() -> Finding:
 
 
 def flash_attention() -> Finding:
-    """What the trainer's models are built with."""
+    """What the trainer's models are built with, where they name none; a small one is, as verl makes its models."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from recipe.partial_rollout.tasks.clock10.model import build_config
+
     problem = packed_attention.flash_attn_problem()
     said = FLASH if problem is None else packed_attention.NAME
+    try:
+        # transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
+        if said != FLASH or torch.cuda.is_available():
+            model = AutoModelForCausalLM.from_config(build_config(), attn_implementation=said, dtype=torch.bfloat16)
+        if said != FLASH:
+            model(torch.zeros(1, 4, dtype=torch.long))
+    except Exception as error:
+        failed = f"no model can be built with attn_implementation={said}: {one_line(error)}"
+        return Finding("attention", failed, packed_attention.INSTALL, stops=True)
     if problem is None or not wants_gpu():
         return Finding("attention", said)
     return Finding("attention", f"{said}: {problem}", packed_attention.INSTALL)

@@ -84,7 +84,7 @@ def lanes_of(run: RunRecord) -> Lanes:
     if not run.settings.separate:
         spans[PhaseName.WAIT] = [(round_.phase.start, round_.phase.end) for round_ in run.rounds]
     arrays = {name: np.array(found, float).reshape(-1, 2) for name, found in spans.items()}
-    moments = np.unique(np.concatenate([ran, *arrays.values()]))
+    moments = np.unique(np.concatenate([ran, *arrays.values(), [(run.start, run.end)]]))
     during = {name: covered(moments, array) for name, array in arrays.items()}
     held = during[PhaseName.HOLD] | during[PhaseName.FLUSH]
     # Who comes first here takes its moments from those after it.

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 
 from recipe.partial_rollout.records.figures import RunningCurve, running_curve
-from recipe.partial_rollout.records.run_log import PhaseName
+from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
@@ -69,13 +69,15 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
 
 def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     settings, origin = side.run.settings, side.run.start
-    full, curve = settings.full_concurrency, _whole_curve(side.run)
+    full, lanes = settings.full_concurrency, lanes_of(side.run)
+    whole = RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls)
+    curve = running_curve(whole, settings.replicas)
     layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
     if not settings.separate:
         at = axes.get_xaxis_transform()
-        training, validation = _between_rounds(side.run)
-        _draw_bars(axes, training, TRAIN_COLOUR, "training (between rounds)", zorder=0, transform=at)
-        _draw_bars(axes, validation, VALIDATE_COLOUR, str(Trainer.VALIDATE), zorder=0, transform=at)
+        training, validation = lanes.spans(~lanes.trainer[Trainer.WAIT]), lanes.spans(lanes.trainer[Trainer.VALIDATE])
+        _draw_bars(axes, _bars(training, origin), TRAIN_COLOUR, "training (between rounds)", zorder=0, transform=at)
+        _draw_bars(axes, _bars(validation, origin), VALIDATE_COLOUR, str(Trainer.VALIDATE), zorder=0, transform=at)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
     empty = "slots empty, trainer waits" if settings.separate else "rollout, slots empty"
     _draw_bars(axes, rollouts, IDLE_COLOUR, empty, yrange=(0, full), zorder=0)
@@ -141,32 +143,12 @@ def _figures(side: Side) -> str:
     )
 
 
-def _whole_curve(run: RunRecord) -> RunningCurve:
-    """The rounds' curves one after another; every one ends at 0, so nothing runs between rounds that do not touch."""
-    curves = [running_curve(phase, run.settings.replicas) for phase in (step.decoding for step in run.steps)]
-    return RunningCurve(
-        np.concatenate([curve.times for curve in curves]), np.concatenate([curve.running for curve in curves], axis=1)
-    )
-
-
 def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[point] moments (unix seconds), running samples, and those that are between two turns; steps, as ``RunningCurve``."""
     _, left, back = run.calls.between_turns()
     times = np.unique(np.concatenate([curve.times, left, back]))
     at, gone, returned = (np.searchsorted(np.sort(each), times, side="right") for each in (curve.times, left, back))
     return times, curve.running.sum(axis=0)[at - 1], gone - returned
-
-
-def _between_rounds(run: RunRecord) -> tuple[list[Span], list[Span]]:
-    """Training: what lies between rounds. Validation: the part of it that the run traced as such."""
-    next_starts = [*(round_.phase.start for round_ in run.rounds[1:]), run.end]
-    training = zip((round_.phase.end for round_ in run.rounds), next_starts, strict=True)
-    validation = (
-        (phase.start, phase.end)
-        for phase in run.phases
-        if phase.name == PhaseName.VALIDATE and run.start <= phase.start <= run.end
-    )
-    return _bars(training, run.start), _bars(validation, run.start)
 
 
 def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
