@@ -214,6 +214,7 @@ def files(tmp_path, resolved_config):
             pd.DataFrame([{**ROW, "agent_name": "mine"}]),
             "column agent_name has single_turn_agent, tool_agent; it has mine",
         ),
+        (pd.DataFrame([{**ROW, "output": "1", "input": "1"}]), "a file without a column output: verl's agent loops"),
         ("no parquet", r"data.train_files=.*: a file that can be read \(Arrow"),
     ],
 )

@@ -319,6 +319,16 @@ def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_th
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("own", "noted"), [(7, "7"), (("a", 1), "('a', 1)"), (None, "None"), ("problem#3", "problem-3")]
+)
+def test_request_id_of_a_loops_own_may_be_anything_and_is_never_taken_for_a_training_samples(engine, own, noted):
+    engine.answers, client = [tokens(5)], client_of()
+    asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
+    assert [call.sample for call in client.take_calls()] == [noted]
+    assert ReplicaChoice(dict.fromkeys("ab")).of_request(own)[0] in "ab"
+
+
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     class Busy(Keeper):
         @contextlib.asynccontextmanager

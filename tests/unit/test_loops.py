@@ -248,6 +248,7 @@ OWN = [1] * 5 + [0]
         (lambda ids: output_of(PROMPT, [*ids, 2], OWN), None),
         (lambda ids: output_of(PROMPT, ids, [0, 0, 1, 1, 1]), None),
         (lambda ids: output_of(PROMPT, ids[:2]), None),
+        (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
         (lambda ids: output_of(PROMPT, []), None),
     ],
 )

@@ -35,6 +35,8 @@ _KINDS = (".parquet", ".json", ".jsonl")
 """that verl's dataset reads"""
 _LOOP = "agent_name"
 """column that names a row's agent loop"""
+_TAKEN = {"self", "sampling_params", "trajectory", "trace", "output", "validate"}
+"""arguments of verl's agent-loop worker, which gets a row's columns as further ones"""
 _BATCH = 512
 """prompts that the tokenizer gets at once; it spreads them over the cores"""
 _ROWS = 256
@@ -77,6 +79,8 @@ def _read(path: Path) -> tuple[dict[str, pa.DataType | None], int]:
 def _check_columns(config: DictConfig, key: str, name: str, columns: dict[str, pa.DataType | None]) -> None:
     if config.data.prompt_key not in columns:
         raise fail("data.prompt_key", config.data.prompt_key, f"a column of {name}: {', '.join(columns)}")
+    if taken := sorted(_TAKEN & columns.keys()):
+        raise fail(key, name, f"a file without a column {taken[0]}: verl's agent loops have an argument of that name")
     loops = [config.actor_rollout_ref.rollout.agent.default_agent_loop]
     if columns.get(_LOOP) is not None:
         known = agent_loops(config)

@@ -206,7 +206,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
     if mask.shape != response_ids.shape:
         raise _refusal(sample, f"{len(response_ids)} tokens with a mask of {len(mask)}")
     given = None
-    if output.response_logprobs is not None:
+    if output.response_logprobs:
         given = np.asarray(output.response_logprobs, dtype=np.float32)
         if given.shape != response_ids.shape:
             raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")

@@ -133,7 +133,7 @@ class ReplicaChoice:
     def of_request(self, request_id: str) -> tuple[str, Any]:
         """Address and handle for the calls of a request that no training sample makes; they are not counted."""
         addresses = sorted(self._running)
-        own = addresses[zlib.crc32(request_id.encode()) % len(addresses)]
+        own = addresses[zlib.crc32(str(request_id).encode()) % len(addresses)]
         return own, self.servers[own]
 
     def release(self, address: str) -> None:

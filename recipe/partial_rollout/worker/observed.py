@@ -141,8 +141,9 @@ class ObservedLLMClient(LLMServerClient):
                 resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
                 context_tokens=len(kwargs.get("prompt_ids", ())),
                 queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
-                # A sample of noPR has no other name than the request id that verl keeps for all its turns.
-                sample=request_id[:_ID_DIGITS] if sample is None else sample.id,
+                # A sample of noPR has no other name than the request id that its loop keeps for all its turns, of any type;
+                # a "#" is for PR's.
+                sample=str(request_id)[:_ID_DIGITS].replace("#", "-") if sample is None else sample.id,
                 interrupted=output.stop_reason in ABORTED,
                 earlier_tokens=prefilled if begins else 0,
                 waited_s=round(waited_s, 3),
