@@ -13,11 +13,11 @@ from recipe.partial_rollout.engine import replica
 from recipe.partial_rollout.engine.replica import _end_processes
 
 
-@pytest.mark.parametrize(("said", "blocks", "tokens"), [(768, 100, 1536), (None, 100, 1600), (None, None, None)])
-def test_kv_cache_of_two_engines_is_vllms_own_figure_or_their_blocks(said, blocks, tokens):
-    cache = Namespace(kv_cache_size_tokens=said, num_gpu_blocks=blocks, block_size=16)
-    config = Namespace(cache_config=cache, parallel_config=Namespace(data_parallel_size=2))
-    assert replica.kv_tokens_of(config) == tokens
+@pytest.mark.parametrize(("said", "tokens"), [(768, 1536), (None, None)])
+def test_kv_cache_of_two_engines_is_vllms_own_figure(said, tokens, server):
+    cache, parallel = Namespace(kv_cache_size_tokens=said), Namespace(data_parallel_size=2)
+    engine = Namespace(vllm_config=Namespace(cache_config=cache, parallel_config=parallel))
+    assert asyncio.run(server(engine).kv_tokens()) == tokens
 
 
 def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):

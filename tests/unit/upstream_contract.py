@@ -215,7 +215,7 @@ vllm.v1.core.sched.output:SchedulerOutput <- vllm_plugin
 vllm.config:VllmConfig <- replica
     has: cache_config parallel_config
 vllm.config:CacheConfig <- replica
-    has: kv_cache_size_tokens num_gpu_blocks block_size
+    has: kv_cache_size_tokens
 vllm.config:ParallelConfig <- replica
     has: data_parallel_size
 vllm.v1.engine.exceptions:EngineDeadError <- admitting_engine

@@ -173,21 +173,17 @@ class RecipeVLLMServer(vLLMHttpServer):
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     async def kv_tokens(self) -> int | None:
-        """Context tokens that fit into the KV caches of this server's engines together; None if the engine does not say."""
-        return kv_tokens_of(self.engine.vllm_config)
+        """Context tokens that fit into the KV caches of this server's engines together; None without such a cache.
+
+        vLLM's own figure, which accounts for layers that hold less than the whole context.
+        """
+        config: VllmConfig = self.engine.vllm_config
+        tokens = config.cache_config.kv_cache_size_tokens
+        return tokens and tokens * config.parallel_config.data_parallel_size
 
     async def preemptions(self) -> int | None:
         """Requests that the engine has preempted since its start; None if this vLLM does not count them."""
         return await preemptions_of(self.engine)
-
-
-def kv_tokens_of(vllm_config: VllmConfig) -> int | None:
-    """Tokens that fit; vLLM's own figure, which accounts for layers that hold less than the whole context."""
-    cache, engines = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_size
-    if cache.kv_cache_size_tokens:
-        return cache.kv_cache_size_tokens * engines
-    # vLLM counts the blocks of all engines.
-    return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
 
 
 def chosen_by(vllm_config: VllmConfig) -> str:

@@ -91,7 +91,7 @@ class ManagerActor:
         self._flushed_at = time.time()
         """when the last flush ended, unix seconds"""
         self._metrics_at_flush: dict[str, float] | None = None
-        """of the last flush, if it followed a stop; until the next batch"""
+        """of the last flush, if it followed a stop; until its step is finished"""
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,6 @@ class ManagerActor:
                 return PromptsWanted(manager.wanted)
             await self._wait_at_most(max(0.1, self._stall_left_s()))
         decided_at = time.time()
-        self._metrics_at_flush = None
         groups, admitted = manager.take_batch(stop=stop), manager.admitted
         if stop:
             self._await_reports(manager.slots.workers)

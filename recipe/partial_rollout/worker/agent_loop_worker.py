@@ -34,7 +34,6 @@ from recipe.partial_rollout.manager.types import Grant, SampleOutput
 from recipe.partial_rollout.waits import ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
-    LIVE_SAMPLE,
     LiveSample,
     SampleClock,
     SampleTimeoutError,
@@ -130,9 +129,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         garbage.release()
         await self._claims.manager.flushed.remote(self._claims.name)
 
-    async def _run_granted(self, grant: Grant) -> SampleOutput:
-        sample = LIVE_SAMPLE.get()
-        assert sample is not None
+    async def _run_granted(self, grant: Grant, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
         output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
         if self.config.trainer.save_freq > 0:

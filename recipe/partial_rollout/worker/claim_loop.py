@@ -128,7 +128,7 @@ class ClaimLoop:
         name: str,
         manager: Any,
         capacity: int,
-        run: Callable[[Grant], Coroutine[Any, Any, SampleOutput]],
+        run: Callable[[Grant, LiveSample], Coroutine[Any, Any, SampleOutput]],
         *,
         sample_s: float | None,
         release_after_s: float = math.inf,
@@ -208,7 +208,7 @@ class ClaimLoop:
     async def _run_sample(self, grant: Grant, sample: LiveSample) -> None:
         LIVE_SAMPLE.set(sample)
         try:
-            output = await sample.clock.run(self._run_agent_loop(grant))
+            output = await sample.clock.run(self._run_agent_loop(grant, sample))
             await self._end(sample)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:

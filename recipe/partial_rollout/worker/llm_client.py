@@ -77,7 +77,6 @@ class SampleClient(OneOfASample):
     def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None, clock: SampleClock) -> None:
         self._client = client
         self._sample = sample
-        self.clock = clock
 
         async def generate(request_id: str, **request: Any) -> TokenOutput:
             with clock.stopped():
