@@ -1,13 +1,10 @@
 """What is added to a logged step, and printed: a line, and a warning when the policy runs away from its samples."""
 
-from functools import partial
 from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from recipe.partial_rollout.training import step_log
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
@@ -59,21 +56,3 @@ def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_
     assert "actor/entropy" not in warning and drift.observe(data, 7) is None
     assert drift.observe({KL: 0.0005}, 8) is None
     assert drift.observe({KL: 0.5}, 9) is not None
-
-
-def test_resumed_run_keeps_the_rate_of_its_checkpoint_and_takes_the_decay_that_a_warning_advises():
-    def halfway(rate, schedule, checkpoint=None):
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate)
-        scheduler = schedule(optimizer, 0)
-        if checkpoint is not None:
-            optimizer.load_state_dict(checkpoint[0])
-            scheduler.load_state_dict(checkpoint[1])
-        for _ in range(5):
-            optimizer.step()
-            scheduler.step()
-        return scheduler.get_last_lr(), (optimizer.state_dict(), scheduler.state_dict())
-
-    _, checkpoint = halfway(3e-4, get_constant_schedule_with_warmup)
-    assert halfway(1e-4, get_constant_schedule_with_warmup, checkpoint)[0] == [3e-4], "else advise a lower lr"
-    decay = partial(get_cosine_schedule_with_warmup, num_training_steps=20)
-    assert halfway(3e-4, decay, checkpoint)[0] == pytest.approx([1.5e-4])
