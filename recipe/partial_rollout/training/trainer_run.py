@@ -44,8 +44,11 @@ from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
+_VerlsTrainer: Any = object
+"""stands for the class of verl's that follows ``TrainerRun``"""
 
-class TrainerRun:
+
+class TrainerRun(_VerlsTrainer):
     """The run's part of a trainer; reads ``config.partial_rollout``.
 
     Args:
@@ -55,14 +58,7 @@ class TrainerRun:
 
     tracking_of: ModuleType = tracking
     """module whose ``Tracking`` verl's ``fit`` calls"""
-    config: Any
-    train_dataloader: Any
-    actor_rollout_wg: Any
-    llm_server_manager: Any
     checkpoint_manager: Any
-    tokenizer: Any
-    global_steps: int
-    total_training_steps: int
 
     def __init__(self, config: Any, *args: Any, session: RunSession, **kwargs: Any) -> None:
         self.session = session
@@ -70,7 +66,7 @@ class TrainerRun:
         self._phase_started: float | None = None
         replica.register()
         claim_retention(config.trainer, critic=need_critic(config))
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(config, *args, **kwargs)
 
     @property
     def settings(self) -> PartialRolloutConfig:
@@ -171,7 +167,7 @@ class TrainerRun:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
         # It comes before the step's weight sync, which ends a step that saves nothing.
         self.session.complete_step(self.global_steps)
-        self.session.save(super()._save_checkpoint)  # type: ignore[misc]
+        self.session.save(super()._save_checkpoint)
 
     def _load_trainer(self, load: Callable[[], object]) -> None:
         """Have ``load``, verl's, load the trainer's part of the checkpoint to resume, if there is one."""
@@ -239,7 +235,7 @@ class TrainerRun:
         self._end_phase()
         try:
             self.session.stop.check()
-            return super()._validate(*args, **kwargs)  # type: ignore[misc]
+            return super()._validate(*args, **kwargs)
         except StopTraining:
             return {"partial_rollout/validation_cut_short": 1.0}
 
@@ -252,17 +248,17 @@ class TrainerRun:
         **kwargs: Any,
     ) -> dict[str, Any]:
         infos = averaged(per_sample(reward_extra_infos_dict), data_sources)
-        return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)  # type: ignore[misc]
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
 
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
     ) -> None:
         infos = per_sample(reward_extra_infos_dict)
-        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)  # type: ignore[misc]
+        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
 
     def _balance_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._phase_started = time.time()
-        return super()._balance_batch(*args, **kwargs)  # type: ignore[misc]
+        return super()._balance_batch(*args, **kwargs)
 
     def _end_phase(self) -> None:
         if self._phase_started is not None:
