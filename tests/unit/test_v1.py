@@ -62,7 +62,11 @@ def batch_of(kinds, seed=0):
 
     groups = [
         TakenGroup(
-            f"0/{j}", j, {"data_source": "x", "index": j}, tuple(output(i, kind) for i, kind in enumerate(kinds)), 0
+            f"0/{j}",
+            j,
+            {"data_source": "x", "extra_info": {"index": j}},
+            tuple(output(i, kind) for i, kind in enumerate(kinds)),
+            0,
         )
         for j in range(2)
     ]
@@ -151,7 +155,7 @@ def test_row_has_its_own_length_and_an_empty_one_a_token_outside_of_the_loss():
     ]
     assert full["rm_scores"].nonzero().tolist() == [[6]]
     assert (full["uid"], full["data_source"], full["num_turns"]) == ("0/0", "x", 2)
-    assert full["extra_fields"]["index"] == 0 and full["extra_fields"]["acc"] == 1.0
+    assert full["extra_fields"]["extra_info"] == {"index": 0} and full["extra_fields"]["acc"] == 1.0
     assert empty["responses"].tolist() == [0] and empty["response_mask"].tolist() == [0]
     assert len(empty["input_ids"]) == len(empty["position_ids"]) == 6
 
