@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
@@ -29,37 +30,25 @@ from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 
+_LARGEST = sys.float_info.max
+"""infinity is none"""
 _MAX_STALENESS = defaults_of(PartialRolloutConfig)["max_staleness"]
 
 
-def _overlap(text: str) -> float:
-    """A value of ``--overlaps``."""
-    try:
-        overlap = float(text)
-    except ValueError:
-        overlap = math.nan
-    if not 0 < overlap < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: above 0")
-    return overlap
+def _of(kind: Any, allowed: str) -> Callable[[str], Any]:
+    """The type of an option whose value is of ``kind``; ``allowed`` says what that is."""
+
+    def convert(text: str) -> Any:
+        try:
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError:
+            raise argparse.ArgumentTypeError(f"{text}: {allowed}") from None
+
+    return convert
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that counts something."""
-
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: an integer of at least {least}")
-        return int(text)
-
-    return count
-
-
-def _share(text: str) -> float | None:
-    """A value of ``--overtake``."""
-    share = None if text == "null" else float(text)
-    if share is not None and not 0 <= share < math.inf:
-        raise ValueError(text)
-    return share
+    return _of(Annotated[int, Meta(ge=least)], f"an integer of at least {least}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,7 +105,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     """Options that say which schedules are forecast, for how long, and which is recommended."""
     parser.add_argument(
         "--overlaps",
-        type=_overlap,
+        type=_of(Annotated[float, Meta(gt=0, le=_LARGEST)], "above 0"),
         nargs="+",
         default=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0],
         metavar="X",
@@ -132,7 +121,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--overtake",
-        type=_share,
+        type=_of(Annotated[float, Meta(ge=0, le=_LARGEST)] | None, "at least 0, or null"),
         nargs="+",
         metavar="SHARE",
         help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit)",
