@@ -25,7 +25,7 @@ SMALL = (
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.max_model_len=280",
     "actor_rollout_ref.rollout.max_num_seqs=32",
-    "reward.custom_reward_function.path=pkg://recipe.partial_rollout.tasks.trace_task.reward",
+    "reward.custom_reward_function.path=pkg://recipe.partial_rollout.tasks.trace_task.agent_loop",
     "trainer.save_freq=1",
 )
 

@@ -1,7 +1,8 @@
-"""An agent loop whose responses are as long as their prompt's row says."""
+"""What a training on the task runs: responses as long as their prompts' rows say, and a score that means nothing."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -16,3 +17,11 @@ class BudgetedAgentLoop(SingleTurnAgentLoop):
         budget = int(kwargs["extra_info"]["response_budget"])
         params = {**sampling_params, "max_tokens": budget, "ignore_eos": True}
         return await super().run(params, **kwargs)  # type: ignore[reportAbstractUsage]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
+) -> float:
+    """In [0, 1], alike for alike texts and rarely for others: estimators that compare the two best responses of a group
+    would find ties only among 0 and 1 (verl's ``reward.custom_reward_function`` signature)."""
+    return zlib.crc32(solution_str[:256].encode()) / 0xFFFFFFFF
