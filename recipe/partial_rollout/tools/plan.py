@@ -121,7 +121,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--overtake",
-        type=_of(Annotated[float, Meta(ge=0, le=_LARGEST)] | None, "at least 0, or null"),
+        type=_of(Annotated[float | None, Meta(ge=0, le=_LARGEST)], "at least 0, or null"),
         nargs="+",
         metavar="SHARE",
         help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit)",
