@@ -157,9 +157,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         with rollout_trace_attr(trace=False):
             output = await self._play(make, params, row, client, tools)
         await sample.end()
-        if output.multi_modal_data:
+        given = (output.multi_modal_data or {}).items()
+        if shown := [kind for kind, data in given if data is not None and (not isinstance(data, list) or data)]:
             raise ValueError(
-                f"sample {sample.id} has multi-modal data ({', '.join(output.multi_modal_data)}): "
+                f"sample {sample.id} has multi-modal data ({', '.join(shown)}): "
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
@@ -223,7 +224,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
         segments=len(sample.segments),
         reward_score=plain(output.reward_score),
         reward_extra_info={key: plain(value) for key, value in (extra.pop("reward_extra_info", None) or {}).items()},
-        num_turns=output.num_turns,
+        num_turns=int(output.num_turns),
         metrics={**output.metrics.model_dump(), **counts},
         extra_fields=extra,
     )
