@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta, structs
@@ -32,6 +32,7 @@ from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 
 _LARGEST = sys.float_info.max
 """infinity is none"""
+_Share: TypeAlias = Annotated[float, Meta(ge=0, le=_LARGEST)] | None
 _MAX_STALENESS = defaults_of(PartialRolloutConfig)["max_staleness"]
 
 
@@ -121,7 +122,7 @@ def _add_schedules(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--overtake",
-        type=_of(Annotated[float | None, Meta(ge=0, le=_LARGEST)], "at least 0, or null"),
+        type=_of(_Share, "at least 0, or null"),
         nargs="+",
         metavar="SHARE",
         help="values of partial_rollout.scheduling.overtake to forecast (default: null, no limit)",
