@@ -218,31 +218,29 @@ def on_this_node(actor_class: Any) -> Any:
 # -- the batch -----------------------------------------------------------------------------------------------------------
 
 
-def _padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: torch.dtype, *, left: bool) -> torch.Tensor:
-    """[len(rows), width]: each row at the left end (padded on the left: at the right end), ``fill`` elsewhere."""
-    result = torch.full((len(rows), width), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        if len(row):
-            start = width - len(row) if left else 0
-            result[i, start : start + len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
+def _padded(rows: Sequence[np.ndarray], where: torch.Tensor, fill: float, dtype: torch.dtype) -> torch.Tensor:
+    """[B, width]: each row where ``where`` [B, width] is true, ``fill`` elsewhere."""
+    result = torch.full(where.shape, fill, dtype=dtype)
+    result[where] = torch.from_numpy(np.concatenate(rows)).to(dtype)
     return result
 
 
 def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_length: int, pad_id: int) -> TensorDict:
-    prompts = _padded([o.prompt_ids for o in outputs], prompt_length, pad_id, torch.int64, left=True)
-    responses = _padded([o.response_ids for o in outputs], response_length, pad_id, torch.int64, left=False)
     sizes = torch.tensor([(len(o.prompt_ids), o.response_length) for o in outputs])
     in_prompt = torch.arange(prompt_length, 0, -1) <= sizes[:, :1]
-    attention_mask = torch.cat([in_prompt, torch.arange(response_length) < sizes[:, 1:]], dim=1).long()
+    in_response = torch.arange(response_length) < sizes[:, 1:]
+    prompts = _padded([o.prompt_ids for o in outputs], in_prompt, pad_id, torch.int64)
+    responses = _padded([o.response_ids for o in outputs], in_response, pad_id, torch.int64)
+    attention_mask = torch.cat([in_prompt, in_response], dim=1).long()
     fields = {
         "prompts": prompts,
         "responses": responses,
-        "response_mask": _padded([o.response_mask for o in outputs], response_length, 0, torch.int64, left=False),
+        "response_mask": _padded([o.response_mask for o in outputs], in_response, 0, torch.int64),
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "rollout_log_probs": _padded([o.log_probs for o in outputs], response_length, 0, torch.float32, left=False),
-        "rollout_versions": _padded([o.versions for o in outputs], response_length, -1, torch.int32, left=False),
+        "rollout_log_probs": _padded([o.log_probs for o in outputs], in_response, 0, torch.float32),
+        "rollout_versions": _padded([o.versions for o in outputs], in_response, -1, torch.int32),
     }
     if all(o.masked or o.reward_score is not None for o in outputs):
         rm_scores = torch.zeros(len(outputs), response_length)
