@@ -57,7 +57,7 @@ def wire(config: DictConfig) -> None:
     # conf/engine has already taken effect in the defaults list; nobody reads the key that it leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
-    if overlong and overlong.enable and overlong.len is None:
+    if overlong and overlong.get("enable") and overlong.get("len") is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
         from recipe.partial_rollout.training.trainer_config import wire_correction

@@ -208,6 +208,9 @@ MISTAKES = {
     f"{FILTERS} reward.reward_model.enable=True {P}.reward_in_worker=False": f"{FILTERS}: False, or reward.reward_model",
     f"{PENALTY}.overlong_buffer_cfg.len=2000": "1 to reward.reward_kwargs.max_resp_len=1536",
     f"{PENALTY}.overlong_buffer_cfg.len=0": "1 to reward.reward_kwargs.max_resp_len=1536",
+    f"{PENALTY}.overlong_buffer_cfg.enable=null": "one of False, True",
+    f"{PENALTY}.overlong_buffer_cfg.log=null": "one of False, True",
+    f"{PENALTY}.overlong_buffer_cfg.penalty_factor=null": "penalty_factor=None: at least 0",
     f"{PENALTY}.max_resp_len=null": "max_resp_len=None: tokens: ${data.max_response_length}",
     # a split that cannot work
     f"{SEPARATE} {P}.resume_kv=recompute {ROLLOUT}.free_cache_engine=True": f"engine=True: False with {SEPARATE}",

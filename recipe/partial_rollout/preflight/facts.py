@@ -23,7 +23,6 @@ from recipe.partial_rollout.training.loss import NO_DUAL_CLIP, WeightLevel, weig
 from recipe.partial_rollout.waits import one_line
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
-DTYPES = {name for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if isinstance(name, str)}
 _PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "tau_pos", "tau_neg")
 
 
@@ -84,9 +83,12 @@ def most_calls(config: DictConfig) -> int:
 # -- rewards, loggers, engines and estimators ----------------------------------------------------------------------------
 
 
+def may_penalise_length(config: DictConfig) -> bool:
+    return bool(at(config, OVERLONG)) and config.reward.reward_manager.name == "dapo"
+
+
 def penalises_length(config: DictConfig) -> bool:
-    overlong = at(config, OVERLONG)
-    return bool(overlong and overlong.enable) and config.reward.reward_manager.name == "dapo"
+    return may_penalise_length(config) and at(config, f"{OVERLONG}.enable")
 
 
 def keeps_kv(config: DictConfig) -> bool:
@@ -117,6 +119,10 @@ def load_formats(config: DictConfig) -> Collection[str]:
 
     load_general_plugins()
     return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+
+
+def dtypes(_: DictConfig) -> set[str]:
+    return {str(name) for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if not isinstance(name, torch.dtype)}
 
 
 def attentions(_: DictConfig) -> list[str]:

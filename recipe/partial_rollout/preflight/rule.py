@@ -7,15 +7,18 @@ configuration, such as ``{rollout.n}``, or a function of ``facts``, such as ``{r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
+from verl.trainer.ppo.utils import need_reference_policy
 
+from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.preflight import facts
 from recipe.partial_rollout.preflight.facts import at, full
 
+_BATCH, _GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
 _QUOTED = re.compile(r"(?<!\$)\{([\w.]+)\}")
 
 
@@ -154,3 +157,27 @@ def micro_batch(key: str, batch: str, engine: str, when: When) -> Rule:
         return f"a divisor of {of_device(config)}, a device's samples of {batch},"
 
     return Rule(key, lambda v, c: v and v > 0 and of_device(c) % v == 0, words, when=when)
+
+
+def directory(key: str) -> Rule:
+    return Rule(key, lambda v, _: v and isinstance(v, str) and writable(v), "a directory that this user can write")
+
+
+def passes() -> Iterator[Rule]:
+    """Update, log-probs and reference: by tokens, or by samples."""
+    for node, name, flag, batch, engine, when in (
+        ("actor", "ppo", "use_dynamic_bsz", "actor.ppo_mini_batch_size", "actor", ALWAYS),
+        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "actor", ALWAYS),
+        ("ref", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "ref", When(need_reference_policy)),
+    ):
+        by_tokens, by_samples = (when.also(on(f"{node}.{flag}", value)) for value in (True, False))
+        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
+        yield micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
+
+
+def divided(engine: str) -> Iterator[Rule]:
+    """Batch, mini-batch and devices of ``engine``."""
+    mini = f"{engine}.ppo_mini_batch_size"
+    yield Rule(mini, lambda v, c: v >= 1 and at(c, _BATCH) % v == 0, f"a divisor of {_BATCH}={{{_BATCH}}}")
+    yield divisible(mini, "rollout.n", lambda c: facts.copies(c, engine), "device(s)")
+    yield divisible(_GPUS, "trainer.nnodes", lambda c: facts.split(c, engine)[0], f"devices that share {engine}")

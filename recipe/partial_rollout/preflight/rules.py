@@ -8,16 +8,14 @@ do not depend on their order: the first that is broken is told.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     V1_MODE,
@@ -31,18 +29,19 @@ from recipe.partial_rollout.config.settings import (
 from recipe.partial_rollout.preflight import facts
 from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.rule import (
-    ALWAYS,
     Rule,
     When,
     budget,
+    directory,
+    divided,
     divisible,
     least,
-    micro_batch,
     on,
     one_of,
     only,
     or_null,
     other_than,
+    passes,
     same,
     where,
 )
@@ -66,32 +65,8 @@ _SEPARATE = on("partial_rollout.placement", Placement.SEPARATE)
 _COLOCATED = _PR.but(_SEPARATE)
 _V1 = on("trainer.use_v1")
 _UNCORRECTED = _PR.also(on("partial_rollout.correction", Correction.NONE))
-_CRITIC, _REFERENCE = When(need_critic), When(need_reference_policy)
+_CRITIC = When(need_critic)
 _CPU = on("trainer.device", "cpu")
-
-
-def _directory(key: str) -> Rule:
-    return Rule(key, lambda v, _: v and isinstance(v, str) and writable(v), "a directory that this user can write")
-
-
-def _passes() -> Iterator[Rule]:
-    """Update, log-probs and reference: by tokens, or by samples."""
-    for node, name, flag, batch, engine, when in (
-        ("actor", "ppo", "use_dynamic_bsz", "actor.ppo_mini_batch_size", "actor", ALWAYS),
-        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "actor", ALWAYS),
-        ("ref", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "ref", _REFERENCE),
-    ):
-        by_tokens, by_samples = (when.also(on(f"{node}.{flag}", value)) for value in (True, False))
-        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
-        yield micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
-
-
-def _divided(engine: str) -> Iterator[Rule]:
-    """Batch, mini-batch and devices of ``engine``."""
-    mini = f"{engine}.ppo_mini_batch_size"
-    yield Rule(mini, lambda v, c: v >= 1 and at(c, _BATCH) % v == 0, f"a divisor of {_BATCH}={{{_BATCH}}}")
-    yield divisible(mini, "rollout.n", lambda c: facts.copies(c, engine), "device(s)")
-    yield divisible(_GPUS, "trainer.nnodes", lambda c: facts.split(c, engine)[0], f"devices that share {engine}")
 
 
 _TRAINING = (
@@ -127,12 +102,12 @@ _TRAINING = (
         "at least data.max_prompt_length={data.max_prompt_length}: longer prompts would be cut",
     ),
     # how a batch is divided
-    *_divided("actor"),
+    *divided("actor"),
     same("rollout.log_prob_use_dynamic_bsz", "actor.use_dynamic_bsz", "verl's worker asserts it"),
-    *_passes(),
+    *passes(),
     *where(
         _CRITIC,
-        *_divided("critic"),
+        *divided("critic"),
         # Values are always computed by tokens.
         budget("critic.ppo_max_token_len_per_gpu", "critic"),
         budget(
@@ -178,8 +153,8 @@ _TRAINING = (
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
         "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
     ),
-    _directory("trainer.default_local_dir"),
-    *(or_null(_directory(f"trainer.{key}_data_dir")) for key in ("rollout", "validation")),
+    directory("trainer.default_local_dir"),
+    *(or_null(directory(f"trainer.{key}_data_dir")) for key in ("rollout", "validation")),
     *(
         Rule(f"trainer.{key}", lambda v, _: v and isinstance(v, str), "text (a number in quotes that reach hydra)")
         for key in ("project_name", "experiment_name")
@@ -280,22 +255,18 @@ _LEARNING = (
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
         one_of("actor.optim.lr_scheduler_type", ("constant", "cosine")),
         *(
-            Rule(
-                f"actor.fsdp_config.{key}",
-                lambda v, _: v is None or str(v) in facts.DTYPES,
-                "one of " + ", ".join(sorted(facts.DTYPES)),
-            )
+            or_null(Rule(f"actor.fsdp_config.{key}", lambda v, c: str(v) in facts.dtypes(c), "one of {dtypes}"))
             for key in _DTYPE_KEYS
         ),
-        *(
-            Rule(f"{model}.{_ATTENTION}", facts.is_attention, "one of {attentions}")
-            for model in ("model", "critic.model")
-        ),
+        *(Rule(f"{who}.{_ATTENTION}", facts.is_attention, "one of {attentions}") for who in ("model", "critic.model")),
     ),
     # rewards
     *where(on("reward.reward_model.enable"), only("partial_rollout.reward_in_worker", False)),
+    *where(When(facts.may_penalise_length), one_of(f"{OVERLONG}.enable", (True, False))),
     *where(
         When(facts.penalises_length),
+        least(f"{OVERLONG}.penalty_factor", 0),
+        one_of(f"{OVERLONG}.log", (True, False)),
         Rule(_LONGEST_RESPONSE, lambda v, _: isinstance(v, int) and v >= 1, "tokens: ${data.max_response_length}"),
         Rule(
             f"{OVERLONG}.len",

@@ -118,9 +118,6 @@ _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share":
 _LIFE = ("tool_calls", "generate_sequences")
 """verl's timers of a sample, in both arms"""
 
-FIGURES = ("held_out_reward", *_COPIES)
-"""names of the nine figures, in the order in which a dashboard shows them"""
-
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
     """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
@@ -128,7 +125,8 @@ def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
-    """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order of ``FIGURES``.
+    """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order in which a dashboard
+    shows them.
 
     Where samples call tools ``tool_share`` follows: the share of their lives that they spend in them.
 
