@@ -74,7 +74,7 @@ def wire(config: DictConfig) -> None:
 
 
 def prepare(config: DictConfig) -> None:
-    """Choose the attention and resolve interpolations.
+    """Choose the attention, and resolve homes (``~``) and interpolations.
 
     Raises:
         ConfigError: another recipe of this name would run, a value is of another type than its key's, or the attention
@@ -83,9 +83,10 @@ def prepare(config: DictConfig) -> None:
     foreign = foreign_recipe()
     if foreign is not None:
         raise ConfigError(foreign)
-    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved
+    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, expand_homes, resolved
     from recipe.partial_rollout.training.trainer_config import choose_attention
 
+    expand_homes(config)
     check_verl_keys(resolved(config))
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.

@@ -297,6 +297,18 @@ def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(
         check_truths(config, dataset, "data.val_files")
 
 
+def test_paths_in_the_home_are_found_and_written_there(resolved_config, tmp_path, monkeypatch):
+    """The check looked for them there, verl and the run's files did not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = "trainer.default_local_dir='~/run'", "data.train_files=['~/a.parquet',/b.parquet]"
+    more = "data.val_files='~/v.parquet'", "actor_rollout_ref.model.path='~/model'"
+    config = resolved_config("quickstart_cpu", *given, *more)
+    main_ppo.prepare(config)
+    assert config.trainer.default_local_dir == f"{tmp_path}/run" and config.data.val_files == f"{tmp_path}/v.parquet"
+    assert config.data.train_files == [f"{tmp_path}/a.parquet", "/b.parquet"]
+    assert config.actor_rollout_ref.model.path == f"{tmp_path}/model"
+
+
 def test_a_batch_needs_as_many_prompts_and_validation_one():
     data = {"train_batch_size": 8, "val_files": "v.parquet", "max_prompt_length": 5, "filter_overlong_prompts": False}
     config = OmegaConf.create({"data": data})

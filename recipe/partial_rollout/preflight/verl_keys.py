@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -280,6 +281,16 @@ def _of_missing(error: MissingConfigException) -> ConfigError:
     near = get_close_matches(choice, options, 1)
     allowed = f"did you mean {near[0]}? " if near else ""
     return fail(group or "--config-name", choice, f"{allowed}one of {', '.join(options)}")
+
+
+def expand_homes(config: DictConfig) -> None:
+    """Write paths that begin with ``~/`` in full, in place: verl would look for them, or write, in a directory ``~``."""
+    written: Any = OmegaConf.to_container(config)
+    for path, value in leaves(written):
+        parts = value if isinstance(value, list) else [value]
+        full = [os.path.expanduser(each) if str(each).startswith("~/") else each for each in parts]
+        if full != parts:
+            OmegaConf.update(config, path, full if isinstance(value, list) else full[0])
 
 
 def resolved(config: DictConfig) -> DictConfig:
