@@ -50,9 +50,10 @@ _SCORE = re.compile(r"val-core/(.+)/(mean|best|maj)@(\d+)(?:/mean)?")
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """verl's core metrics of a validation, accuracies where the reward function gives some."""
+    """verl's core metrics of the last validation, accuracies where the reward function gives some."""
 
-    step: int
+    step: int | None
+    """None: there was none"""
     scores: dict[str, dict[str, float]]
     """`mean@4`, `best@4`, `maj@4` -> `SOURCE/VARIABLE` -> value"""
 
@@ -161,7 +162,7 @@ def _mfu(run: RunRecord, known: SimpleNamespace) -> tuple[float | None, ...] | N
     return None if speed is None or of_pass is None else of_pass * speed, of_pass, of_update
 
 
-def _validation(run: RunRecord) -> Validation | None:
+def _validation(run: RunRecord) -> Validation:
     for step in reversed(run.steps):
         scores: dict[str, dict[str, float]] = {}
         for key, value in step.metrics.items():
@@ -170,7 +171,7 @@ def _validation(run: RunRecord) -> Validation | None:
                 scores.setdefault(f"{kind}@{k}", {})[source] = value
         if scores:
             return Validation(step.number, scores)
-    return None
+    return Validation(None, {})
 
 
 FIGURES: dict[str, Figure] = {

@@ -37,14 +37,14 @@ RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
     ("steps", lambda side: _steps(side), "Those that have both a round and timers."),
     ("time, h:mm", lambda side: units.hours(side.summary.total_s), "Of steps and validations, without pauses."),
     *(
-        (f"{kind}@k", lambda side, kind=kind: _score(side, kind), means)
+        (f"{kind}@k", lambda side, kind=kind: side.summary.validation.shown(kind), means)
         for kind, means in {
             "mean": "Accuracy of the last validation, over data sources and k responses: verl's val-core.",
             "best": "The best of k responses; verl has none where k is 1.",
             "maj": "What most of k responses answer; only where the reward function returns `pred`.",
         }.items()
     ),
-    ("at step", lambda side: _validated(side), "Of that validation."),
+    ("at step", lambda side: units.count(side.summary.validation.step), "Of that validation."),
     (
         "empty slots",
         lambda side: units.share(side.summary.bubble_fraction),
@@ -110,19 +110,11 @@ def _steps(side: Side) -> str:
     return f"{units.count(side.summary.steps)}{'' if side.run.complete else ' so far'}"
 
 
-def _score(side: Side, kind: str) -> str:
-    return side.summary.validation.shown(kind) if side.summary.validation else units.UNKNOWN
-
-
-def _validated(side: Side) -> str:
-    return units.count(side.summary.validation.step if side.summary.validation else None)
-
-
 def _sources(comparison: Comparison) -> dict[str, set[str]]:
     """Kinds of score by data source, of runs that validate several."""
     found: dict[str, set[str]] = {}
     for side in comparison.sides:
-        for kind, by_source in (side.summary.validation.scores if side.summary.validation else {}).items():
+        for kind, by_source in side.summary.validation.scores.items():
             for source in by_source:
                 found.setdefault(source, set()).add(kind)
     return found if len(found) > 1 else {}
@@ -132,8 +124,7 @@ def _validations(comparison: Comparison) -> Table:
     """A line for each data source and kind."""
 
     def cell(side: Side, source: str, kind: str) -> str:
-        scores = side.summary.validation.scores if side.summary.validation else {}
-        return units.precise(scores.get(kind, {}).get(source))
+        return units.precise(side.summary.validation.scores.get(kind, {}).get(source))
 
     rows = [
         [f"{source}, {kind}", *(cell(side, source, kind) for side in comparison.sides)]
