@@ -234,8 +234,8 @@ def _describe(cluster: Cluster, lengths: LengthTrace) -> str:
     curve = cluster.curve
     load = min(cluster.slots_per_replica, 128)
     return (
-        f"lengths: {lengths.groups.size:,} samples, mean {lengths.mean:,.0f} tokens; engine: a step of "
+        f"lengths: {lengths.groups.size:,} samples, mean {lengths.groups.mean():,.0f} tokens; engine: a step of "
         f"{curve.step_s * 1e3:.2f} ms + {curve.sample_s * 1e6:.0f} us a sample + {curve.context_s * 1e9:.0f} ns a token of "
-        f"context ({curve.tokens_per_s(load):,.0f} tokens/s at {load} with short ones), "
+        f"context ({load / curve.decode_s(load, 0):,.0f} tokens/s at {load} with short ones), "
         f"{cluster.replicas} x {cluster.slots_per_replica} slots\n"
     )

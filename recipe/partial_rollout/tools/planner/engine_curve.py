@@ -46,10 +46,6 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
         return self.step_s + self.sample_s * running + self.context_s * context
 
-    def tokens_per_s(self, running: int) -> float:
-        """Tokens decoded per second by ``running`` samples with short contexts."""
-        return running / self.decode_s(running, 0)
-
     @classmethod
     def load(cls, path: Path) -> EngineCurve:
         """The curve in a JSON file, an object of the fields.

@@ -74,14 +74,6 @@ class LengthTrace:
         drawn = median * np.exp(sigma * (shared + own))
         return cls(np.clip(np.rint(drawn), 1, cap).astype(int))
 
-    @property
-    def samples_per_group(self) -> int:
-        return self.groups.shape[1]
-
-    @property
-    def mean(self) -> float:
-        return float(self.groups.mean())
-
     def draw(self, seed: int) -> Iterator[int]:
         """Indices of groups drawn with replacement, for ever."""
         rng = np.random.default_rng(seed)

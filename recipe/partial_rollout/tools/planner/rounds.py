@@ -64,8 +64,8 @@ class Simulation:
         seed: int | None = 0,
         groups: int | None = None,
     ) -> None:
-        if lengths.samples_per_group != (n := settings.samples_per_group):
-            raise ValueError(f"lengths are of groups of {lengths.samples_per_group}, rollout.n is {n}")
+        if (n := lengths.groups.shape[1]) != settings.samples_per_group:
+            raise ValueError(f"lengths are of groups of {n}, rollout.n is {settings.samples_per_group}")
         self._cluster = cluster
         self._lengths = lengths
         self._order = itertools.cycle(range(len(lengths.groups))) if seed is None else lengths.draw(seed)
