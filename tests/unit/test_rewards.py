@@ -40,21 +40,21 @@ async def test_reward_function_that_hangs_is_named(monkeypatch):
 
 
 async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch):
-    """Twelve calls of 0.1 s on two places take 0.6 s in all; each has 0.5 s."""
+    """Twelve calls of 0.3 s on two places take 1.8 s in all; each has 1.5 s."""
     running = most = 0
 
     async def counts(self, outputs, kwargs):
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         running -= 1
 
     monkeypatch.setattr(AgentLoopWorker, "_compute_score", counts)
-    scoring = build_worker(places=2, reward_s=0.5)
+    scoring = build_worker(places=2, reward_s=1.5)
 
     async def score(i):
-        sample = LiveSample(f"0/{i}#0", keeper=None, priority=0, deadline_s=0.5)
+        sample = LiveSample(f"0/{i}#0", keeper=None, priority=0, deadline_s=1.5)
         LIVE_SAMPLE.set(sample)
         with sample.clock.stopped():
             await scoring._compute_score([], {"uid": sample.id})
