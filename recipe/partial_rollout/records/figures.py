@@ -118,6 +118,9 @@ _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share":
 _LIFE = ("tool_calls", "generate_sequences")
 """verl's timers of a sample, in both arms"""
 
+FIGURES = ("held_out_reward", *_COPIES)
+"""names of the nine figures"""
+
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
     """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
