@@ -210,10 +210,12 @@ def test_arms_are_compared_within_pairs():
 
 
 def test_areals_table_has_a_row_an_eta_and_says_what_has_not_run():
-    held, fell = (0.9,) * 6, (0.9,) * 3 + (0.3,) * 3
-    runs = [build_run(held, seed=seed) for seed in (1, 2)]
+    held, fell = (0.9,) * 36, (0.9,) * 18 + (0.3,) * 18
+    runs = [build_run(held), build_run((*held, 0.9), seed=2), build_run(held[1:], seed=3)]
     runs += [build_run(held, arm="PR_eta_4", step_s=1.0), build_run(held, arm="PR_eta_4_wait")]
-    runs += [build_run(fell, arm="PR_eta_8_uncorrected", seed=seed) for seed in (1, 2)]
+    # A cell's runs may differ in length, each from its pair's; runs of less than 36 steps are other studies'.
+    runs += [build_run(fell, arm="PR_eta_8_uncorrected"), build_run((*fell, 0.3), arm="PR_eta_8_uncorrected", seed=2)]
+    runs += [build_run(fell[1:], arm="PR_eta_8_uncorrected", seed=3)]
     # As runs are called whose update gives the proximal policy; other rates are other tables.
     runs += [build_run(held, arm="PR_eta_2_mask_update"), build_run(fell, arm="PR_eta_2_mask", rate=1e-4)]
     rows = {row[0]: row[1:] for row in staleness_table(runs).rows}

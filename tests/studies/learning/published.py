@@ -26,8 +26,8 @@ LOSSES = {"": "decoupled", "_uncorrected": "not corrected", "_mask": "decoupled,
 """end of the arm's name -> column"""
 WAITS = "PR_eta_4_wait"
 """engines that end their requests before they load; the option is deleted"""
-SEEDS = 2
-"""of a cell"""
+SEEDS, STEPS = 2, 36
+"""of a cell, at least"""
 RESPONSES = 512
 """of a validation"""
 NOT_RUN = "not run"
@@ -47,6 +47,7 @@ def write_published(runs: Sequence[LearningRun], docs: Path, command: str) -> No
         f"fell by {FALL:g}. Step: seconds per trained token over noPR's, median. Eta is AReaL's one knob: `overlap` and "
         "`max_staleness` alike, with separate placement; unbounded: in flight as at 16. Rows are of different commits: "
         "[every run](runs.jsonl). Runs have 36 or 48 steps: a fall that begins late is less deep in 36. "
+        "Second seeds of 36 steps ran beside other work, noPR's too, so their seconds are rough. "
         f"Written by `{command}`.",
         staleness_table(runs).markdown(),
         f"![held-out reward against steps]({PICTURE})",
@@ -86,12 +87,14 @@ def _cells(arm: ArmFigures | None) -> list[str]:
 
 
 def _by_arm(runs: Sequence[LearningRun]) -> dict[str, ArmFigures]:
-    """Each arm's figures at the length that most of its runs have, under one name whether or not verl's pass ran."""
-    named = [replace(run, arm=run.arm.removesuffix(UPDATED)) for run in runs if run.rate == RATE]
+    """Each arm's pairs of all lengths, under one name whether or not verl's pass ran."""
+    long = [run for run in runs if run.rate == RATE and run.steps >= STEPS]
+    named = [replace(run, arm=run.arm.removesuffix(UPDATED)) for run in long]
     found: dict[str, ArmFigures] = {}
-    for figures in compare(named):
-        if figures.arm not in found or len(figures.runs) > len(found[figures.arm].runs):
-            found[figures.arm] = figures
+    for more in compare(named):
+        have = found.get(more.arm, ArmFigures(more.arm, more.rate, (), ()))
+        parts = {name: (*getattr(have, name), *getattr(more, name)) for name in ("runs", "bases", "alone")}
+        found[more.arm] = replace(have, **parts)
     return found
 
 
@@ -106,8 +109,9 @@ def draw_staleness(runs: Sequence[LearningRun], path: Path) -> None:
         lines += [(f"eta {eta}", found.get(f"PR_eta_{eta}{ending}"), hues[eta]) for eta in ETAS]
         for label, arm, colour in lines:
             if arm is not None:
-                mean = np.mean([run.held_out for run in arm.runs], axis=0)
-                axes.plot(arm.runs[0].validated_at, mean, color=colour, linewidth=2, label=f"{label} ({len(arm.runs)})")
+                shortest = min(arm.runs, key=lambda run: run.steps)
+                mean = np.mean([run.held_out[: len(shortest.held_out)] for run in arm.runs], axis=0)
+                axes.plot(shortest.validated_at, mean, color=colour, linewidth=2, label=f"{label} ({len(arm.runs)})")
         axes.set_title(loss, fontsize=10, loc="left")
         axes.set_xlabel("step")
         axes.legend(frameon=False, fontsize=8)
