@@ -1,12 +1,12 @@
 """Utilisation of the node's GPUs, with a driver and a Ray that stand in for those of a GPU machine."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import ray
-import torch
 
 from recipe.partial_rollout.rollout.device_use import DeviceUse
 
@@ -43,8 +43,18 @@ def machine(monkeypatch):
     """Makes this one that with so many GPUs, of which Ray has some."""
 
     def build(devices, of_ray, busy=(50, 100)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(torch.cuda, "utilization", busy.__getitem__)
+        def at(index):
+            if index >= devices:
+                raise ValueError("no such device")
+            return index
+
+        nvml = SimpleNamespace(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetCount=lambda: devices,
+            nvmlDeviceGetHandleByIndex=at,
+            nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=busy[device]),
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
         nodes = [{"NodeID": "here", "Resources": {"GPU": of_ray}}, {"NodeID": "there", "Resources": {"GPU": 8.0}}]
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
@@ -63,4 +73,9 @@ def test_devices_of_the_node_are_sampled_if_ray_has_them_all(machine):
 @pytest.mark.parametrize(("devices", "of_ray"), [(0, 0.0), (2, 1.0)])
 def test_without_devices_or_with_some_of_them_there_is_no_figure(machine, devices, of_ray):
     machine(devices, of_ray)
+    assert DeviceUse.of_this_node() is None
+
+
+def test_without_nvml_there_is_no_figure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert DeviceUse.of_this_node() is None

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 
 import ray
-import torch
 from tqdm import tqdm
 
 EVERY_S = 0.5
@@ -31,14 +30,27 @@ class DeviceUse:
 
     @classmethod
     def of_this_node(cls) -> DeviceUse | None:
-        """None where there is no device, or Ray has only some of the devices: others' jobs run on the rest."""
-        count = torch.cuda.device_count()
-        if not count or not ray.is_initialized():
+        """None where NVML, or a device, is missing, or Ray has only some of the devices: others' jobs run on the rest."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except Exception:
+            # No package, library, driver or right to ask: whatever it is, a run needs no such figure.
+            return None
+        if not ray.is_initialized():
             return None
         node = ray.get_runtime_context().get_node_id()
         of_ray = sum(int(each["Resources"].get("GPU", 0)) for each in ray.nodes() if each["NodeID"] == node)
-        percent = torch.cuda.utilization
-        return cls(lambda: sum(percent(i) for i in range(count)) / count / 100) if of_ray == count else None
+        if not devices or of_ray != len(devices):
+            return None
+
+        def sample() -> float:
+            percents = [float(pynvml.nvmlDeviceGetUtilizationRates(each).gpu) for each in devices]
+            return sum(percents) / len(percents) / 100
+
+        return cls(sample)
 
     def within(self, start: float, end: float) -> float | None:
         """Mean share from ``start`` to ``end`` (unix seconds), None without a sample; forgets what is before ``end``."""
