@@ -34,6 +34,7 @@ class DeviceUse:
         try:
             import pynvml
 
+            # Not torch, which counts what Ray leaves visible to this process: none.
             pynvml.nvmlInit()
             devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except Exception:
