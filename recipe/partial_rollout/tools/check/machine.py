@@ -113,10 +113,14 @@ def stack() -> Finding:
     """Whether all of it imports, fits together, and is of this distribution."""
     problem = failure()
     if problem is not None:
-        return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
+        return Finding("stack", problem, _reinstall(), stops=True)
     from verl.plugin.platform import get_platform
 
     return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
+
+
+def _reinstall() -> str:
+    return INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh"
 
 
 def failure() -> str | None:
@@ -198,7 +202,7 @@ def flash_attention() -> Finding:
             model(torch.zeros(1, 4, dtype=torch.long))
     except Exception as error:
         failed = f"no model can be built with attn_implementation={said}: {one_line(error)}"
-        return Finding("attention", failed, packed_attention.INSTALL, stops=True)
+        return Finding("attention", failed, _reinstall() if problem else packed_attention.INSTALL, stops=True)
     if problem is None or not wants_gpu():
         return Finding("attention", said)
     return Finding("attention", f"{said}: {problem}", packed_attention.INSTALL)
