@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -123,8 +122,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
             partial_rollout=SimpleNamespace(
                 placement=placement,
                 failures=SimpleNamespace(**{**defaults_of(FailureLimits), "sample_timeout_s": None}),
-                # Hundreds of loops that start at once take longer than a slot is kept for one that makes no call.
-                tools=ToolCalls(release_after_s=math.inf),
+                tools=ToolCalls(),
             ),
         )
         self._scripted = [ScriptedReplica(curve) for _ in range(replicas)]

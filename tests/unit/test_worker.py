@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from verl.tools.schemas import ToolResponse
@@ -13,7 +14,7 @@ from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import claim_loop
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, SampleClock
+from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.loop_life import Life, config_of, living, output_of
 from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
@@ -336,6 +337,19 @@ async def test_tool_may_hold_places_of_its_own_and_who_waits_for_one_holds_no_sl
         answered.set()
         await one.stop_round()
         assert events[:2] == ["0/0#0 asks", "0/0#0 has its answer"]
+
+
+async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_the_others_to_start(monkeypatch):
+    """16 take 160 ms to be made; a slot is kept for 50 ms."""
+
+    def slow(*args, **kwargs):
+        time.sleep(0.01)
+        return LiveSample(*args, **kwargs)
+
+    monkeypatch.setattr(claim_loop, "LiveSample", slow)
+    async with training([[5]] * 16, release_after_s=0.05, batch=16) as one:
+        await one.stop_round()
+        assert one.figures()["agent/slots_freed_s_total"] == 0
 
 
 async def test_slot_is_kept_for_ever_if_asked():

@@ -203,12 +203,13 @@ class ClaimLoop:
                 task.add_done_callback(self._tasks.discard)
             sample.slot = SlotState.HELD
             sample.granted.set()
-            self._settle(sample)
+            if grant.held:
+                self._settle(sample)
 
     async def _run_sample(self, grant: Grant, sample: LiveSample) -> None:
         LIVE_SAMPLE.set(sample)
         try:
-            output = await sample.clock.run(self._run_agent_loop(grant, sample))
+            output = await sample.clock.run(self._begin(grant, sample))
             await self._end(sample)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
@@ -222,6 +223,11 @@ class ClaimLoop:
         del self.samples[sample.id]
         self._settle(sample)
         self.outbox.send()
+
+    async def _begin(self, grant: Grant, sample: LiveSample) -> SampleOutput:
+        # Only now: of hundreds that are granted at once the last begins long after the first.
+        self._settle(sample)
+        return await self._run_agent_loop(grant, sample)
 
     async def _fail(self, sample: LiveSample, error: BaseException) -> None:
         ends_the_run = _ends_the_run(error, first=not self._any_finished)
