@@ -72,7 +72,7 @@ if [[ $task == smollm ]]; then
   python -m recipe.partial_rollout.tools model smollm2 --out "$out/task/model"
   python -m recipe.partial_rollout.tools data reasoning_gym --task letter_counting sentence_reordering --ask '' --shots 1 \
     --config '{"letter_counting": {"min_words": 3, "max_words": 5}}' --rows 240 --held-out 96 \
-    --out "$out/task" --tokenizer "$out/task/model"
+    --out "$out/task"
 else
   python -m recipe.partial_rollout.tasks.ready_start --task "$task" --out "$out/task" "${train_task[@]}"
 fi

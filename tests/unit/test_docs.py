@@ -11,7 +11,7 @@ import pytest
 import recipe.partial_rollout as package
 from recipe.partial_rollout.config.keys import declarations
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.tools.__main__ import TOOLS
+from recipe.partial_rollout.tools.__main__ import TOOLS, main
 
 REPOSITORY = Path(package.__file__).parents[2]
 PAGES = sorted(
@@ -80,6 +80,23 @@ def test_named_commands_and_files_exist(page):
         assert (REPOSITORY / file).exists(), file
     for file in IN_PACKAGE.findall(text):
         assert (REPOSITORY / "recipe/partial_rollout" / file).exists(), file
+
+
+def options_named(pages):
+    """Option and tool, of the commands of our tools."""
+    for page in pages:
+        for tool, rest in re.findall(r"partial_rollout\.tools ([a-z]+) ((?:\\\n|[^`\n])+)", page.read_text()):
+            yield from ((tool, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.split(r" -- |&&", rest)[0]))
+
+
+# Studies tell what was typed at an earlier commit.
+@pytest.mark.parametrize(
+    ("tool", "option"), sorted(set(options_named(p for p in PAGES + COMMENTED if "studies" not in p.parts)))
+)
+def test_tool_has_the_option_that_a_page_or_script_gives_it(tool, option, capsys):
+    with pytest.raises(SystemExit):
+        main([tool, "--help"])
+    assert option in re.findall(r"--[a-z-]+", capsys.readouterr().out)
 
 
 def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
