@@ -114,7 +114,8 @@ def patch_means(module: Any) -> None:
 
     def of_trained(verls: Any, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Any]:
         rows = trained_rows(batch)
-        return verls(batch.select_idxs(rows) if rows.any() else batch, *args, **kwargs)
+        # A copy of the batch where it is not needed: 0.12 s each of 256 samples of up to 8,192 tokens.
+        return verls(batch if rows.all() or not rows.any() else batch.select_idxs(rows), *args, **kwargs)
 
     for name in _MEANS:
         around(module, name)(of_trained)

@@ -133,3 +133,11 @@ def test_logged_means_are_those_of_the_samples_that_train():
     metrics = ray_trainer.compute_data_metrics(batch=data, use_critic=False)
     assert (metrics["critic/score/mean"], metrics["critic/rewards/min"]) == (0.5, 0.0)
     assert (metrics["response_length/mean"], metrics["response_length/min"]) == (4.0, 3.0)
+
+
+def test_batch_without_a_masked_sample_is_not_copied_for_its_means(monkeypatch):
+    data = batch_of([[GOOD, ("good", 0.0, 5)]])
+    advantages(data, "grpo")
+    data.batch["returns"] = data.batch["advantages"]
+    monkeypatch.setattr(data, "select_idxs", None)
+    assert ray_trainer.compute_data_metrics(batch=data, use_critic=False)["critic/score/mean"] == 0.5
