@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one experiment (conf/experiment) with one arm (conf/arm). NOT RUN YET on a GPU.
+# Trains one experiment (conf/experiment) with one arm (conf/arm). What has run on a GPU: docs/gpu.md.
 #
 #   bash run_scripts/recipe.sh                                lists both
 #   bash run_scripts/recipe.sh gsm8k_8gpu_4b pr [hydra overrides]
