@@ -86,7 +86,9 @@ def options_named(pages):
     """Option and tool, of the commands of our tools."""
     for page in pages:
         for tool, rest in re.findall(r"partial_rollout\.tools ([a-z]+) ((?:\\\n|[^`\n])+)", page.read_text()):
-            yield from ((tool, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.split(r" -- |&&", rest)[0]))
+            yield from (
+                (tool, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.split(r" -- |&&", rest)[0])
+            )
 
 
 # Studies tell what was typed at an earlier commit.
