@@ -199,6 +199,28 @@ async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
         assert one.killed == [one.workers[0]]
 
 
+async def test_worker_that_starts_for_longer_than_an_answer_may_take_is_not_ended():
+    """It answers nothing until it has started, for which it has twenty minutes."""
+    async with life() as one:
+
+        def slow():
+            async def connect(*given):
+                await one._connect(*given)
+                worker.hangs.clear()
+
+            worker = FakeWorker(connect)
+            worker.hangs.add("__ray_ready__")
+            return worker
+
+        one.guard._spawn, one.connecting_s = slow, 3 * QUICK.interrupt_s
+        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(5 * QUICK.interrupt_s, "complete"), 1, 0.0))
+        await asyncio.sleep(0.01)
+        one.workers[1].end(RayActorError())
+        assert await waiting == "complete"
+        assert one.killed == [] and one.connected[-1] == "agent_loop_worker_1.2"
+        assert await one.guard.ask("flush") == ["flush"] * 2
+
+
 async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(stop_module, "_GRACE_S", 0.05)
     async with life(deadlines=Deadlines(interrupt_s=600)) as one:

@@ -83,7 +83,7 @@ class Guard:
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
         self._lives = [1] * len(workers)
         self._serving: list[Future[None] | None] = [None] * len(workers)
-        """of the ``serve`` calls; None for a worker that is gone for good"""
+        """of the ``serve`` calls; None for a worker that starts, or is gone for good"""
         self._silent: dict[int, str] = {}
         """why a worker was ended"""
         self._open = False
@@ -216,6 +216,7 @@ class Guard:
             ) from error
         self.restarted += 1
         self._lives[i] += 1
+        self._serving[i] = None
         requeued = await self._release(name)
         self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
         logger.warning("%s %s; %s takes its %d samples over", name, why, self._names[i], requeued)
@@ -244,9 +245,11 @@ class Guard:
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """The answers of the living workers to a question that may be asked twice; within a guarded wait.
 
-        A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced.
+        A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced. One that starts may take
+        longer, and is asked nothing.
         """
-        found = await asyncio.gather(*[self._answer(i, verb, *args) for i in range(len(self))])
+        serving = [i for i, each in enumerate(self._serving) if each is not None]
+        found = await asyncio.gather(*[self._answer(i, verb, *args) for i in serving])
         return [answer for answers in found for answer in answers]
 
     async def _answer(self, i: int, verb: str, *args: Any) -> list[Any]:
