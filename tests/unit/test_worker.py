@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import pytest
@@ -348,6 +349,23 @@ async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_
 
     monkeypatch.setattr(claim_loop, "LiveSample", slow)
     async with training([[5]] * 16, release_after_s=0.05, batch=16) as one:
+        await one.stop_round()
+        assert one.figures()["agent/slots_freed_s_total"] == 0
+
+
+async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_the_others_chat_templates():
+    """verl's loops read the template in an executor, one after another: 24 take 120 ms; a slot is kept for 50 ms."""
+    one_at_a_time = threading.Lock()
+
+    def template():
+        with one_at_a_time:
+            time.sleep(0.005)
+
+    async def loop(server, row, params):
+        await asyncio.get_running_loop().run_in_executor(None, template)
+        return await says(server, row, params)
+
+    async with training([[5]] * 24, loop, release_after_s=0.05, batch=24, slots=24) as one:
         await one.stop_round()
         assert one.figures()["agent/slots_freed_s_total"] == 0
 

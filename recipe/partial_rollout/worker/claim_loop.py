@@ -29,6 +29,8 @@ from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLost
 GRANT_S = 7200.0
 """seconds that a sample may wait for its slot in an open round: longer than any step, so that only a trainer that has
 stopped stepping ends a run by it"""
+_BEGIN_S = 0.01
+"""seconds of this process that a loop takes until its first engine call: to read the chat template, in an executor"""
 
 
 class GrantTimeoutError(TimeoutError):
@@ -142,6 +144,8 @@ class ClaimLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self.samples: dict[str, LiveSample] = {}
         """those whose agent loops have begun here and not ended, by id"""
+        self._beginning: set[str] = set()
+        """of these, those that have made no engine call"""
         self._running = 0
         """requests that no replica has answered"""
         self.open = asyncio.Event()
@@ -198,6 +202,7 @@ class ClaimLoop:
                     restored_tools=grant.tool_results,
                     deadline_s=self._sample_s,
                 )
+                self._beginning.add(grant.sample_id)
                 task = asyncio.create_task(self._run_sample(grant, sample), name=grant.sample_id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -221,6 +226,7 @@ class ClaimLoop:
             # It stands for all that is not reported yet.
             self.outbox.unsent.events.append(("finish", sample.id, output))
         del self.samples[sample.id]
+        self._beginning.discard(sample.id)
         self._settle(sample)
         self.outbox.send()
 
@@ -261,6 +267,7 @@ class ClaimLoop:
         """
         sample.require_life()
         sample.calling += 1
+        self._beginning.discard(sample.id)
         if sample.slot is SlotState.AWAY:
             self._ask_for_slot(sample)
         try:
@@ -316,7 +323,10 @@ class ClaimLoop:
             sample.late.cancel()
             sample.late = None
         if sample.id in self.samples and not sample.calling and self._release_after_s < math.inf:
-            sample.late = asyncio.get_running_loop().call_later(self._release_after_s, self._leave, sample)
+            # Of hundreds that begin at once each waits for the others.
+            begin_s = _BEGIN_S * len(self._beginning) if sample.id in self._beginning else 0
+            seconds = self._release_after_s + begin_s
+            sample.late = asyncio.get_running_loop().call_later(seconds, self._leave, sample)
 
     def _ask_for_slot(self, sample: LiveSample) -> None:
         """Have the manager grant a slot again."""
