@@ -68,6 +68,12 @@ def copies(config: DictConfig, engine: str) -> int:
     return max(1, trainer_devices(config) // split(config, engine)[0])
 
 
+def dealt_out(config: DictConfig) -> int:
+    """Samples of a step of noPR; for ReMax with a greedy one for each prompt."""
+    per_prompt = at(config, "rollout.n") + (at(config, "algorithm.adv_estimator") == "remax")
+    return at(config, "data.train_batch_size") * per_prompt
+
+
 def makes_whole_replicas(devices: int, config: DictConfig) -> bool:
     size = replica_devices(config)
     whole = max(size, devices) % min(size, devices) == 0

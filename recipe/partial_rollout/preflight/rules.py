@@ -248,6 +248,12 @@ _LEARNING = (
     ),
     least("actor.ppo_epochs", 1),
     least("actor.optim.lr", 0),
+    *(or_null(least(f"actor.clip_ratio{end}", 0)) for end in ("", "_low", "_high")),
+    *(Rule(f"algorithm.{key}", lambda v, _: 0 <= v <= 1, "0 to 1") for key in ("gamma", "lam")),
+    *where(
+        When(facts.trains_adapters, "with LoRA"),
+        *(or_null(Rule(f"model.{key}", lambda v, _: v > 0, "above 0")) for key in ("lora_alpha", "lora.alpha")),
+    ),
     one_of("actor.strategy", ("fsdp", "fsdp2", "megatron"), "engine=fsdp2, engine=megatron"),
     one_of("trainer.device", ("cpu", "cuda", "npu")),
     *where(
@@ -297,6 +303,15 @@ _ENGINES = (
     ),
     *(least(f"rollout.{key}", 1) for key in ("val_kwargs.n", "max_num_seqs", "max_num_batched_tokens")),
     *(least(key, 1) for key in ("rollout.agent.num_workers", "reward.num_workers")),
+    *where(
+        _NO_PR,
+        Rule(
+            "rollout.agent.num_workers",
+            lambda v, c: facts.dealt_out(c) % v == 0,
+            "a divisor of {dealt_out}, the samples of a step,",
+            "verl's manager gives each worker as many",
+        ),
+    ),
     one_of("rollout.scheduling_policy", ("fcfs", "priority")),
     one_of("rollout.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
     *where(

@@ -117,6 +117,8 @@ def _as_no_pr(config: DictConfig) -> DictConfig:
     # The v1 trainer has no parts of the recipe's that these would replace.
     copy.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
     copy.actor_rollout_ref.rollout.checkpoint_manager_class = copy.trainer.checkpoint_callback_class = None
+    # Its manager deals out prompts, in any number.
+    copy.actor_rollout_ref.rollout.agent.num_workers = 1
     return copy
 
 
