@@ -297,6 +297,34 @@ def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(
         check_truths(config, dataset, "data.val_files")
 
 
+OWN = """
+class Own:
+    def __init__(self, **given): pass
+    def __len__(self): return 4
+    def __getitem__(self, i): {row}
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("return {'raw_prompt': [], 'output': 1}", "have no output: verl's agent loops have an argument of that name"),
+        ("return {'prompt': [], 'level': 1}", "have raw_prompt, the messages of a prompt; they have prompt, level"),
+        ("return [][i]", r"can be read \(IndexError"),
+    ],
+)
+def test_rows_of_a_dataset_class_of_ones_own_that_no_agent_loop_can_take_are_refused_by_its_key(
+    files, tmp_path, row, said
+):
+    """Each sample failed of the first, the check itself of the others, in a traceback."""
+    (tmp_path / "own.py").write_text(
+        "from torch.utils.data import Dataset\n" + OWN.replace("Own:", "Own(Dataset):").format(row=row)
+    )
+    own = f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own"
+    with pytest.raises(ConfigError, match=rf"^data\.custom_cls\.path=.*own\.py: a dataset class whose rows {said}"):
+        dataset_of(files(pd.DataFrame([ROW]), *own), "train", build_tokenizer())
+
+
 def test_paths_in_the_home_are_found_and_written_there(resolved_config, tmp_path, monkeypatch):
     """The check looked for them there, verl and the run's files did not."""
     monkeypatch.setenv("HOME", str(tmp_path))

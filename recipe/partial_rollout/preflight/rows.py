@@ -144,15 +144,30 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     """verl's dataset of ``split``, with ``changes`` of the keys of ``data``.
 
     Raises:
-        ConfigError: the files do not make one.
+        ConfigError: the files do not make one, or a class of the user's own has rows that verl's agent loops cannot take.
     """
     key, data = f"data.{split}_files", OmegaConf.merge(config.data, changes)
     assert isinstance(data, DictConfig)
     most = data.get(f"{split}_max_samples", -1)
     with refusing(key, at(config, key), "files whose rows make one table", (DatasetsError, ValueError)):
-        return create_rl_dataset(
+        dataset = create_rl_dataset(
             config.data[f"{split}_files"], data, tokenizer, processor, is_train=split == "train", max_samples=most
         )
+    if at(config, "data.custom_cls.path") and len(dataset):
+        _check_own(config, dataset)
+    return dataset
+
+
+def _check_own(config: DictConfig, dataset: Sequence[Any]) -> None:
+    own, rows = config.data.custom_cls.path, "a dataset class whose rows"
+    with refusing("data.custom_cls.path", own, f"{rows} can be read"):
+        columns = dict(dataset[0]).keys()
+    if "raw_prompt" not in columns:
+        has = ", ".join(map(str, columns))
+        raise fail("data.custom_cls.path", own, f"{rows} have raw_prompt, the messages of a prompt; they have {has}")
+    if taken := sorted(_TAKEN & columns):
+        allowed = f"{rows} have no {taken[0]}: verl's agent loops have an argument of that name"
+        raise fail("data.custom_cls.path", own, allowed)
 
 
 def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], key: str = _TRAIN) -> None:
