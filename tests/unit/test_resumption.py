@@ -129,6 +129,12 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
         assert listing(tmp_path / "run", "run.lock") == before, change
 
 
+def test_bound_of_zero_is_told_as_the_number_that_it_is(start):
+    start(*KEEPS, save=2)
+    with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: at least 2, as in"):
+        start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
+
+
 def test_run_that_starts_over_may_change_them_all(start):
     start(*KEEPS, save=2)
     batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"

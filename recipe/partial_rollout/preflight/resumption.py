@@ -116,7 +116,8 @@ def _made_of(config: DictConfig) -> dict[str, Any]:
     values = {key: OmegaConf.select(config, key) for key in (*_ALIKE, _SEED)}
     facts = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
     if config.partial_rollout.enable:
-        facts |= {key: OmegaConf.select(config, key) or False for key in _GROWING}
+        bounds = {key: OmegaConf.select(config, key) for key in _GROWING}
+        facts |= {key: False if bound is None else bound for key, bound in bounds.items()}
     # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.
     facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
     model = config.actor_rollout_ref.model
