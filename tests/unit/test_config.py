@@ -192,7 +192,7 @@ MISTAKES = {
     f"algorithm=sapo {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated with partial_rollout.enable=False",
-    f"{P}.enable=False {ROLLOUT}.agent.num_workers=3": "=3: a divisor of 8, the samples of a step, with partial_rollout.ena",
+    f"{P}.enable=False {ROLLOUT}.agent.num_workers=3": "=3: a divisor of 8, the samples of a step, with partial_",
     f"{P}.enable=False algorithm.adv_estimator=remax {ROLLOUT}.agent.num_workers=8": "=8: a divisor of 12, the samples of",
     f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": "resume_kv=keep: recompute, or",
     f"{P}.resume_kv=keep {ROLLOUT}.enable_prefix_caching=False": "resume_kv=keep: recompute, or",
