@@ -150,7 +150,7 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     assert isinstance(data, DictConfig)
     most = data.get(f"{split}_max_samples", -1)
     with refusing(key, at(config, key), "files whose rows make one table", (DatasetsError, ValueError)):
-        dataset = create_rl_dataset(
+        dataset: Any = create_rl_dataset(
             config.data[f"{split}_files"], data, tokenizer, processor, is_train=split == "train", max_samples=most
         )
     if at(config, "data.custom_cls.path") and len(dataset):
