@@ -74,9 +74,6 @@ class Control:
 
     hold = restart_dead = new_preemptions = resume
 
-    async def announce_restarted(self, *_):
-        return None
-
     async def load(self):
         return {}
 
@@ -123,7 +120,7 @@ class ScriptedTraining:
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
         self.guard = Guard(session, self.manager, self.workers, None)
-        self.driver = Driver(session, self.manager, store, self.guard, None)
+        self.driver = Driver(session, self.manager, store, self.guard)
         session.driver = self.driver
         finished(self.guard.start())
         if session.checkpoints.chosen is not None:

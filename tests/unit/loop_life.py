@@ -193,8 +193,8 @@ class Life:
         self.lives += 1
         self.name, self.handle, self.worker = f"w{self.lives}", Remote(self.actor), LoopWorker(self)
         self.worker.connect(self.name, self.handle, self.slots, {})
-        # It asks verl's client, which is scripted.
-        self.worker.llm_client.replicas = None
+        # Its client's are scripted.
+        del self.worker.llm_client.replicas
         self.serving = asyncio.create_task(self.worker.serve())
         self.serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.sleep(0.002)

@@ -101,14 +101,13 @@ def script_replicas(patch, generate):
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
 
+    from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
+
     running = {}
 
     def withdraw(request_id):
         if request_id in running:
             running[request_id].cancel()
-
-    async def acquire(self, request_id, **extra):
-        return "replica-7", SimpleNamespace(withdraw=SimpleNamespace(remote=withdraw))
 
     async def asked(self, request_id, **request):
         server, _ = await self._acquire_server(request_id)
@@ -125,8 +124,8 @@ def script_replicas(patch, generate):
             self._release_server(server, request_id)
 
     patch.setattr(LLMServerClient, "generate", asked)
-    patch.setattr(LLMServerClient, "_acquire_server", acquire)
-    patch.setattr(LLMServerClient, "_release_server", lambda *_: None)
+    replica = SimpleNamespace(withdraw=SimpleNamespace(remote=withdraw))
+    patch.setattr(PartialRolloutLLMClient, "replicas", ReplicaChoice({"replica-7": replica}), raising=False)
 
 
 def tool_schema(name):

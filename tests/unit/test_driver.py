@@ -96,7 +96,7 @@ class Life:
         session.note_phase = partial(RunSession.note_phase, session)
         manager = Local(self.manager)
         self.guard = Calm(session, manager, self.worker)
-        self.driver = Driver(session, manager, InProcess(), self.guard, None)
+        self.driver = Driver(session, manager, InProcess(), self.guard)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, {})

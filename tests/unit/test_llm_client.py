@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout import waits
@@ -51,7 +50,7 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
 
 
 def client_of(replicas="", tokenizer=None):
-    """A client that chooses among ``replicas``, or leaves that to verl."""
+    """A client that chooses among ``replicas``, or has the one that is scripted."""
     client = PartialRolloutLLMClient(CONFIG)
     client.tokenizer = tokenizer
     if replicas:
@@ -302,21 +301,12 @@ def test_validation_call_is_verls_own(engine):
     assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
 
 
-def test_validation_calls_go_to_the_replicas_without_verls_load_balancer_once_that_is_dead(engine, monkeypatch):
-    asked = []
-
-    async def acquire(self, request_id, **extra):
-        asked.append(request_id)
-        raise RayActorError
-
-    def release(self, server_id, request_id=None):
-        raise AssertionError("the dead load balancer counts nothing")
-
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquire)
-    monkeypatch.setattr(LLMServerClient, "_release_server", release)
-    client, engine.answers = client_of("ab"), [tokens(i) for i in range(20)]
-    assert [generate(client, None).token_ids for _ in range(20)] == [[i] for i in range(20)]
-    assert len(asked) == 1
+def test_validation_calls_of_one_loop_go_to_one_replica_and_those_of_many_to_all_alike(engine):
+    client, engine.answers = client_of("ab"), [tokens(5)] * 6
+    for loop in (*"pqr", *"rqp"):
+        asyncio.run(client.generate(loop, prompt_ids=[1], sampling_params={}))
+    asked = [call.replica for call in client.take_calls()]
+    assert asked == [*"abaaba"]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +316,7 @@ def test_request_id_of_a_loops_own_may_be_anything_and_is_never_taken_for_a_trai
     engine.answers, client = [tokens(5)], client_of()
     asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
     assert [call.sample for call in client.take_calls()] == [noted]
-    assert ReplicaChoice(dict.fromkeys("ab")).of_request(own)[0] in "ab"
+    assert ReplicaChoice(dict.fromkeys("ab")).take_for(own)[0] in "ab"
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):

@@ -47,9 +47,9 @@ def test_workers_with_few_samples_each_reach_all_replicas_together():
 def test_requests_without_a_sample_spread_over_the_living_replicas_and_stay_for_their_next_turn():
     replicas = choice(a=3, b=1, c=2)
     replicas.leave(sample("c"), "c")
-    taken = {f"r{i}": replicas.of_request(f"r{i}") for i in range(100)}
-    assert set(taken.values()) == {("a", "A"), ("b", "B")}
-    assert all(replicas.of_request(request_id) == own for request_id, own in taken.items())
+    taken = {f"r{i}": replicas.take_for(f"r{i}") for i in range(100)}
+    assert replicas._running == {"a": 52, "b": 52} and set(taken.values()) == {("a", "A"), ("b", "B")}
+    assert all(replicas.take_for(request_id) == own for request_id, own in taken.items())
 
 
 def test_choice_by_number_is_that_of_a_full_search():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.rollout import replicas
@@ -101,20 +101,3 @@ def test_replica_that_does_not_say_what_it_decodes_is_named_once_in_a_row(monkey
     assert play(control, *["load"] * 3) == [{"0": (1, 5)}, {"0": (1, 5)}, {"0": (1, 5), "1": (0, 2)}]
     ((words, *values),) = [call.args for call in warning.call_args_list]
     assert words % tuple(values) == "vLLM replica 1 does not say what it decodes: AttributeError: no such thing"
-
-
-def test_workers_meet_a_restarted_replica_although_the_load_balancer_is_dead(monkeypatch):
-    async def ask(verb, servers):
-        told.append((verb, servers))
-
-    told, traced, warning = [], [], MagicMock()
-    monkeypatch.setattr(replicas.logger, "warning", warning)
-    a, b, c = (SimpleNamespace(server_address=address, server_handle=address.upper()) for address in "abc")
-    control = ServerControl([a, b], 5.0)
-    dead = SimpleNamespace(remote=AsyncMock(side_effect=ActorDiedError))
-    balancer = SimpleNamespace(remove_servers=dead, add_servers=dead)
-    control._replicas, control.restarted = [a, c], 1
-    log = SimpleNamespace(use_replicas=traced.append)
-    asyncio.run(control.announce_restarted(balancer, SimpleNamespace(ask=ask), log))
-    assert told == [("use_replicas", {"a": "A", "c": "C"})] and traced == [["a", "c"]]
-    assert "load balancer is dead" in warning.call_args.args[0]

@@ -114,9 +114,8 @@ class Versions:
         assert phase.start <= phase.end
         self.log.append(phase.name)
 
-
-async def nothing(*_):
-    pass
+    def use_replicas(self, addresses):
+        self.log.append(f"replicas are {', '.join(addresses)}")
 
 
 def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, trainer=None, **b):
@@ -124,7 +123,6 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     log = []
     replicas, versions = [Replica("a", log), Replica("b", log, **b)], Versions(log)
     control = ServerControl(replicas, 5.0, restarts=1)
-    control.announce_restarted = nothing
     settings = SimpleNamespace(
         separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s), enable=pr
     )
@@ -144,7 +142,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
 
     session.complete_step = complete_step
     session.note_phase = partial(RunSession.note_phase, session)
-    session.driver = Driver(session, versions, None, Guard(session, versions, [], None), None)
+    session.driver = Driver(session, versions, None, Guard(session, versions, [], None))
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
     manager = RecipeCheckpointManager(verls, session)
@@ -244,6 +242,8 @@ def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(placement,
     assert run.trainers.got == {"a": 3, "b'": 3}
     assert run.control.restarted == 1 and set(run.control.servers) == {"a", "b'"}
     assert ("version 3 begins" in run.log) == (placement == "separate")
+    run.manager.update_weights(4)
+    assert run.log.count("replicas are a, b'") == 1, "which workers are told, too"
 
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
@@ -255,7 +255,7 @@ def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name(placement):
 
 
 @pytest.mark.parametrize("pr", [True, False])
-def test_dead_replica_is_not_woken_up_and_in_the_baseline_ends_the_run_as_in_verl(pr):
+def test_dead_replica_is_put_to_sleep_once_and_in_the_baseline_ends_the_run_as_in_verl(pr):
     run = build("colocated", "naive", pr=pr)
     alive, dead = run.replicas
     dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
@@ -263,9 +263,9 @@ def test_dead_replica_is_not_woken_up_and_in_the_baseline_ends_the_run_as_in_ver
         with pytest.raises(RayActorError):
             run.manager.sleep_replicas()
         return
-    run.manager.sleep_replicas()
-    run.manager.wake_up_replicas()
-    assert (alive.asked, dead.asked) == (["sleep", "wake_up"], ["sleep"])
+    for _ in range(2):
+        run.manager.sleep_replicas()
+    assert (alive.asked, dead.asked) == (["sleep"] * 2, ["sleep"])
 
 
 def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_nor_release(monkeypatch):

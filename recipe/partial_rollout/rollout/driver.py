@@ -70,15 +70,15 @@ class Driver:
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         guard: of the agent-loop workers, which are connected to ``manager``.
-        balancer: handle of verl's load balancer, which serves validation.
     """
 
-    def __init__(self, session: RunSession, manager: Any, store: RayObjects, guard: Guard, balancer: Any) -> None:
+    def __init__(self, session: RunSession, manager: Any, store: RayObjects, guard: Guard) -> None:
         self._session, self._control = session, session.control
         self._stops = not session.settings.separate
         """whether the engines stop after each batch"""
-        self._manager, self._store = manager, store
-        self._guard, self._balancer = guard, balancer
+        self._manager, self._store, self._guard = manager, store, guard
+        self._servers = self._control.servers
+        """replicas that the workers know"""
         self._state = RolloutState.QUIET
         self._version = -1
         """the newest that the manager was asked to begin"""
@@ -140,8 +140,7 @@ class Driver:
             # A replica that died since is restarted while the others are held: it cannot miss a version.
             await self._control.restart_dead()
         yield
-        announcing = self._control.announce_restarted(self._balancer, self._guard, self._session.log)
-        await self._guard.wait(announcing, "announcing restarted replicas", key=None)
+        await self._announce_restarted()
         if runs_on:
             self._begin_version(version, prompts)
             await self._begun()
@@ -151,6 +150,15 @@ class Driver:
         await self._control.resume()
         if not self._stops:
             self._session.note_phase("hold", version, held_at, time.time())
+
+    async def _announce_restarted(self) -> None:
+        """Tell workers and log of the replicas that were restarted since they were last told."""
+        servers = self._control.servers
+        if servers != self._servers:
+            telling = self._guard.ask("use_replicas", servers)
+            await self._guard.wait(telling, "announcing restarted replicas", key=None)
+            self._session.log.use_replicas(self._control.addresses)
+            self._servers = servers
 
     # -- batches ---------------------------------------------------------------------------------------------------
 

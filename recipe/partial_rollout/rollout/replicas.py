@@ -1,4 +1,4 @@
-"""The vLLM replicas: interrupted, held, resumed, restarted, and announced under their new addresses.
+"""The vLLM replicas: interrupted, held, resumed and restarted.
 
 Interruption is ``abort_all_requests`` on all replicas at once: each closes its gate, aborts what runs (the partial
 tokens come back to the callers), waits until the engine is quiet and drops the caches of the old weights. Requests that
@@ -12,15 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray.exceptions import RayActorError
-
-from recipe.partial_rollout.records.run_log import RunLog
 from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.guard import Guard
 
 Load = dict[str, tuple[int, int]]
 """address of a replica to the requests that it runs and the tokens decoded since its start"""
@@ -51,17 +45,13 @@ class ServerControl:
         """addresses of the replicas that did not answer when they were last asked for their load"""
         self.restarted = 0
         """replicas restarted since the start of the run"""
-        self._announced = 0
-        """of these, those whose addresses are known everywhere"""
-        self._known = self.addresses
-        """the addresses that are known everywhere"""
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     @property
     def addresses(self) -> list[str]:
-        """Server ids as the load balancer knows them, in replica order."""
+        """Server ids, in replica order."""
         return [replica.server_address for replica in self._replicas]
 
     @property
@@ -92,10 +82,6 @@ class ServerControl:
     async def sleep(self) -> None:
         """Let the replicas release device memory, if they are configured to."""
         await self._all("putting to sleep", lambda replica: replica.sleep())
-
-    async def wake_up(self) -> None:
-        """Let the replicas take their device memory again."""
-        await self._all("waking up", lambda replica: replica.wake_up())
 
     async def load(self) -> Load:
         """What the replicas run and have decoded, of those that answer.
@@ -151,29 +137,6 @@ class ServerControl:
             self.restarted += 1
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
-
-    async def announce_restarted(self, balancer: Any, guard: Guard, log: RunLog) -> None:
-        """Announce the replicas that were restarted since this was last called.
-
-        Args:
-            balancer: handle of verl's load balancer, which serves validation.
-            guard, log: of the run.
-        """
-        if self._announced == self.restarted:
-            return
-        self._announced, servers = self.restarted, self.servers
-        gone = [address for address in self._known if address not in servers]
-        new = {address: server for address, server in servers.items() if address not in self._known}
-        try:
-            for verb, told in (("remove_servers", gone), ("add_servers", new)):
-                telling = answer_of(lambda v=verb, s=told: result_of(getattr(balancer, v).remote(s)))
-                await wait(telling, self._deadline_s, f"telling verl's load balancer to {verb}", "interrupt_s")
-        except RayActorError as error:
-            # Ray may have placed it on a node that has died.
-            logger.warning("verl's load balancer is dead, and the workers do without it: %s", one_line(error))
-        await guard.ask("use_replicas", servers)
-        self._known = self.addresses
-        log.use_replicas(self._known)
 
     async def _all(self, what: str, verb: Callable[[Any], Awaitable[object]]) -> None:
         """Have every living replica do ``verb``; those that die of it are left out from then on."""

@@ -180,7 +180,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         train_groups = session.steps.last * settings.batch_groups if bounded else None
         manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
         guard = Guard(session, manager, self.agent_loop_workers, self._spawn)
-        session.driver = Driver(session, manager, store, guard, self.llm_client._load_balancer)
+        session.driver = Driver(session, manager, store, guard)
         auto_await(guard.start)()
 
     def _spawn(self) -> Any:

@@ -225,14 +225,6 @@ class RecipeCheckpointManager:
         elif not self._session.settings.separate:
             await self._session.control.sleep()
 
-    @auto_await
-    async def wake_up_replicas(self) -> None:
-        """As verl's, and as ``sleep_replicas``."""
-        if self._driver is None:
-            await self._verls.wake_up_replicas()
-        elif not self._session.settings.separate:
-            await self._session.control.wake_up()
-
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
 

@@ -100,7 +100,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
         """From here on the replicas are these, of which some were restarted; by address."""
-        assert self.llm_client.replicas is not None
         self.llm_client.replicas.use(servers)
 
     async def serve(self) -> None:

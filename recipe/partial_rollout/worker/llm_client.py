@@ -4,7 +4,7 @@
 slot again. The agent loop above does not notice, so tools are not called twice and conversation state stays in place. A
 call that was held while the weights changed becomes a segment for each version.
 
-A context variable names the training sample; without one (validation) a call is verl's own.
+A context variable names the training sample; without one (validation) a call is verl's own, but for its replica.
 
 A resumed call gets its earlier tokens as prompt, which vLLM does not count, so sampling parameters are adapted:
 
@@ -23,19 +23,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError
+from cachetools import LRUCache
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.waits import ReplicaError, means_death
+from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import (
     LIVE_SAMPLE,
     LiveSample,
@@ -50,6 +49,8 @@ from recipe.partial_rollout.worker.live_sample import (
 from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLMClient, version_of
 
 _MARKS = "version_marks"
+_REQUESTS = 10_000
+"""of validations, whose replicas are known for their next turns"""
 _MOVE_ABOVE = 1.25
 """a resumed sample moves if its own replica has more than this many times the running samples of the emptiest"""
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -94,7 +95,7 @@ class SampleClient(OneOfASample):
 
 
 class ReplicaChoice:
-    """Counts running samples by replica.
+    """Counts running samples by replica, and in a validation its requests.
 
     A sample that has blocks cached at a replica (``LiveSample.replica``) goes back to it, unless it resumes after an
     interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
@@ -108,6 +109,8 @@ class ReplicaChoice:
 
     def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
         self.servers = servers
+        self._others: LRUCache[str, Any] = LRUCache(_REQUESTS)
+        """replicas of requests that no training sample makes"""
         addresses = list(servers)
         first = int(place * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
@@ -119,7 +122,7 @@ class ReplicaChoice:
         living = {address: count for address, count in self._running.items() if address in servers}
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
-    def take(self, sample: LiveSample) -> tuple[str, Any]:
+    def take(self, sample: Any) -> tuple[str, Any]:
         """Address and handle for the next call of ``sample``, which counts as running there until ``release``."""
         fewest = min(self._running, key=self._running.__getitem__)
         own = sample.replica if sample.replica in self._running else fewest
@@ -129,11 +132,9 @@ class ReplicaChoice:
         self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
 
-    def of_request(self, request_id: str) -> tuple[str, Any]:
-        """Address and handle for the calls of a request that no training sample makes; they are not counted."""
-        addresses = sorted(self._running)
-        own = addresses[zlib.crc32(str(request_id).encode()) % len(addresses)]
-        return own, self.servers[own]
+    def take_for(self, request_id: Any) -> tuple[str, Any]:
+        """As ``take``, for a request that no training sample makes; all calls of its loop have one id."""
+        return self.take(self._others.setdefault(str(request_id), SimpleNamespace(replica=None, resumes=False)))
 
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""
@@ -151,13 +152,13 @@ class ReplicaChoice:
 class PartialRolloutLLMClient(ObservedLLMClient):
     """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
+    replicas: ReplicaChoice
+    """the worker's, once it is connected"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.replicas: ReplicaChoice | None = None
-        """chooses for training samples, and for all other calls once verl's load balancer has died"""
         self.tokenizer: Any = None
         """the model's; finds stop strings"""
-        self._balancer_lives = True
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
@@ -172,23 +173,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     async def _choose_server(self, request_id: str, **extra: Any):
         sample = LIVE_SAMPLE.get()
-        if self.replicas is None:
-            return await super()._choose_server(request_id, **extra)
-        if sample is not None:
-            return self.replicas.take(sample)
-        if self._balancer_lives:
-            try:
-                return await super()._choose_server(request_id, **extra)
-            except RayActorError as error:
-                # It died with its node, which may be any.
-                self._balancer_lives = not means_death(error)
-        return self.replicas.of_request(request_id)
+        return self.replicas.take_for(request_id) if sample is None else self.replicas.take(sample)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        if LIVE_SAMPLE.get() is not None and self.replicas is not None:
-            self.replicas.release(server_id)
-        elif self._balancer_lives:
-            super()._release_server(server_id, request_id)
+        self.replicas.release(server_id)
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -273,7 +261,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         **kwargs,
                     )
                 except ReplicaError as error:
-                    if not error.dead or self.replicas is None or not self.replicas.leave(sample, request.address):
+                    if not error.dead or not self.replicas.leave(sample, request.address):
                         raise
                     # Another replica lives.
                     continue
