@@ -138,25 +138,26 @@ async def _attempt(
 ) -> dict[int, RewardError]:
     """Ask for all ``rows`` at once; verl's workers queue them, so the deadline starts with each answer anew."""
     failed: dict[int, RewardError] = {}
-    asked = {asyncio.create_task(score(row)): row for row in rows}
-    running = set(asked)
+    limit = asyncio.timeout(deadline_s)
+
+    async def ask(row: int) -> None:
+        try:
+            scored[row] = await score(row)
+        except RewardError as error:
+            failed[row] = error
+        limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
+
     try:
-        while running:
-            done, running = await asyncio.wait(running, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                try:
-                    scored[asked[task]] = task.result()
-                except RewardError as error:
-                    failed[asked[task]] = error
-            if not done:
-                late = [asked[task] for task in running]
-                error = RewardError(
-                    f"reward function gave no score for {len(late)} samples, one of prompt {prompts[late[0]]}, within "
-                    f"{deadline_s:g} s of the last (partial_rollout.deadlines.reward_s)"
-                )
-                return failed | dict.fromkeys(late, error)
-        return failed
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with limit:
+            # What is given up ends its worker if that is stuck, which is waited for.
+            ended = await asyncio.gather(*map(ask, rows), return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
+    except TimeoutError:
+        late = [row for row in rows if row not in scored and row not in failed]
+        error = RewardError(
+            f"reward function gave no score for {len(late)} samples, one of prompt {prompts[late[0]]}, within "
+            f"{deadline_s:g} s of the last (partial_rollout.deadlines.reward_s)"
+        )
+        failed |= dict.fromkeys(late, error)
+    return failed
