@@ -30,6 +30,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
     OVERLONG,
+    Correction,
     PartialRolloutConfig,
     register_keys,
 )
@@ -60,10 +61,11 @@ def wire(config: DictConfig) -> None:
     if overlong and overlong.get("enable") and overlong.get("len") is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
-        from recipe.partial_rollout.training.trainer_config import wire_correction
+        from recipe.partial_rollout.training.loss import weight_level
 
-        wire_correction(config)
-        ours = config.partial_rollout
+        ours, correction = config.partial_rollout, config.algorithm.rollout_correction
+        if ours.correction != Correction.NONE and correction.rollout_is is None:
+            correction.rollout_is = str(weight_level(config.actor_rollout_ref.actor.policy_loss.loss_mode))
         rollout.custom = {
             **(rollout.get("custom") or {}),
             "resume_kv": ours.resume_kv,
@@ -113,7 +115,7 @@ def run(config: DictConfig) -> None:
     """
     directory = check_and_wire(config)
     with nullcontext() if config.trainer.get("val_only") else locked(directory):
-        train(begin(config), config)
+        begin(config).train()
 
 
 def check_and_wire(config: DictConfig) -> Path:
@@ -159,20 +161,6 @@ def begin(config: DictConfig) -> TaskRunner:
     if session.trains:
         OmegaConf.save(config, session.run_dir / CONFIG, resolve=True)
     return runner
-
-
-def train(runner: TaskRunner, config: DictConfig) -> None:
-    """Start Ray, train with ``runner``, end Ray."""
-    import ray
-
-    from recipe.partial_rollout.task_runner import start_ray
-
-    try:
-        with StopSignals.of_process().behind():
-            start_ray(config)
-        runner.train()
-    finally:
-        ray.shutdown()
 
 
 class _AboveProgressBar(logging.Handler):

@@ -22,7 +22,7 @@ from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.rollout.cluster_nodes import accepts
 from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.waits import one_line
 
@@ -118,22 +118,28 @@ class TaskRunner(BaseTaskRunner):
         self.val_dataset = dataset_of(config, "val", self.tokenizer, self.processor)
 
     def train(self) -> None:
-        """Make the workers and train to the last step.
+        """Start Ray, make the workers, train to the last step, end Ray.
 
         Raises:
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
             NodeLostError: the training failed, and one of Ray's nodes had died.
         """
-        check_cluster(self.config, ray.cluster_resources())
-        # Nodes that are dead by now are of no interest.
-        self.session.nodes.outlive()
+        nodes = self.session.nodes
         try:
-            self._train()
-        except StopTraining:
-            raise
-        except Exception as error:
-            self.session.nodes.blame(error, _remedy(self.config))
-            raise
+            with StopSignals.of_process().behind():
+                start_ray(self.config)
+            check_cluster(self.config, ray.cluster_resources())
+            # Nodes that are dead by now are of no interest.
+            nodes.outlive()
+            try:
+                self._train()
+            except StopTraining:
+                raise
+            except Exception as error:
+                nodes.blame(error, _remedy(self.config))
+                raise
+        finally:
+            ray.shutdown()
 
     def _train(self) -> None:
         config = self.config

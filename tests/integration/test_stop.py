@@ -8,22 +8,26 @@ import pytest
 
 STARTING = """
 import sys, time
+from types import SimpleNamespace
 import ray
 from omegaconf import OmegaConf
 from recipe.partial_rollout import main_ppo, task_runner
 
-class Runner:
-    def __init__(self, config):
-        self.tokenizer = self.train_dataset = None
+task_runner.check_cluster = lambda *_: None
 
-    def train(self):
+class Runner(task_runner.TaskRunner):
+    def __init__(self, config):
+        self.config = config
+        self.session = SimpleNamespace(nodes=SimpleNamespace(outlive=lambda: None))
+
+    def _train(self):
         ray.get(ray.remote(lambda: print("waiting", flush=True) or time.sleep(600)).remote())
 
 def run(config):
     OmegaConf.set_struct(config, False)
     config.ray_kwargs.ray_init = {"num_cpus": 2, "include_dashboard": False, "address": "local"}
     print("init", flush=True)
-    main_ppo.train(Runner(config), config)
+    Runner(config).train()
 
 main_ppo.run = run
 sys.argv[1:] = ["--config-name", "quickstart_cpu"]

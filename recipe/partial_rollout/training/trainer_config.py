@@ -1,4 +1,4 @@
-"""How verl's keys are set for a training: a correction that acts, and an attention that is installed."""
+"""The attention of a training: one that is installed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from transformers import PreTrainedConfig
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.config.settings import Correction
-from recipe.partial_rollout.training.loss import weight_level
 from verl_ext import chunked_log_probs, packed_attention
 from verl_ext.packed_attention import FLASH, NAME, PADDED
-
-
-def wire_correction(config: DictConfig) -> None:
-    """Fill in verl's keys for the correction asked for; ``config`` has passed ``preflight/rules.py``."""
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    if config.partial_rollout.correction == Correction.NONE:
-        return
-    if correction.rollout_is is None:
-        correction.rollout_is = str(weight_level(actor.policy_loss.loss_mode))
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
 
 _ATTENTION = "override_config.attn_implementation"
 _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
