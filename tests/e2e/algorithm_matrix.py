@@ -7,6 +7,7 @@ pass over the batch.
 """
 
 import sys
+from dataclasses import replace
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -44,14 +45,14 @@ class MatrixTrainer(PartialRolloutRayPPOTrainer):
             config, settings = self.stretches[self.global_steps]
             self.config.algorithm = config.algorithm
             self.config.actor_rollout_ref.actor = config.actor_rollout_ref.actor
-            self.proximal = loss.ProximalPolicy(config, settings)
-            self.proximal.from_update = self.global_steps >= FIRST_FROM_UPDATE
+            policy = loss.ProximalPolicy.of(config, settings)
+            from_update = self.global_steps >= FIRST_FROM_UPDATE
+            self.proximal = replace(policy, from_update=from_update, check_every=CHECK_EVERY)
             self.send_loss()
         return super()._get_gen_batch(batch)
 
 
 if __name__ == "__main__":
-    loss.CHECK_EVERY = CHECK_EVERY
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     stretches = {1 + STEPS_EACH * i: composed(*overrides, f"algorithm={name}") for i, name in enumerate(ALGORITHMS)}
     MatrixTrainer.stretches = {**stretches, FIRST_FROM_UPDATE: composed(*overrides, "algorithm=grpo")}

@@ -28,7 +28,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from recipe.partial_rollout.training.loss import ORDER, UpdateOrder, corrected_ppo_loss
+from recipe.partial_rollout.training.loss import VERSION, ProximalPolicy, corrected_ppo_loss
 
 ROWS, PROMPT, RESPONSE, TEMPERATURE, RATE, DECAY = 6, 8, 12, 0.7, 1e-3, 0.01
 EPSILON = 1e-6
@@ -36,7 +36,11 @@ EPSILON = 1e-6
 PLAIN = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}
 ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="vanilla"))
 CRITIC = CriticConfig(**PLAIN, cliprange_value=0.1)
-LOSSES = {"language_model": partial(corrected_ppo_loss, ACTOR), "value_model": partial(value_loss, CRITIC)}
+POLICY = ProximalPolicy(from_update=False, level=None, threshold=None)
+LOSSES = {
+    "language_model": partial(corrected_ppo_loss, ACTOR, policy=POLICY),
+    "value_model": partial(value_loss, CRITIC),
+}
 
 
 def build_engine(model_type, model, tp, pp):
@@ -123,7 +127,7 @@ class Case:
         packed = left_right_2_no_padding(self.batch[self.mine].clone())
         packed["temperature"] = torch.full((len(packed),), TEMPERATURE)
         plain = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "global_batch_size": ROWS, "sp_size": 1}
-        plain[ORDER] = UpdateOrder(version=0)
+        plain[VERSION] = 0
         tu.assign_non_tensor(packed, calculate_entropy=not self.values, **plain)
         return packed
 

@@ -74,7 +74,7 @@ def trainer(run_dir, **keys):
     keep = claim_retention(ours.config.trainer, critic=True)
     ours.session = session = RunSession(SimpleNamespace(enable=True), RunCheckpoints(run_dir, keep=keep))
     ours.actor_rollout_wg, ours.critic_wg, ours.use_critic = Weights(), Weights(), True
-    ours.train_dataloader = SlotLoader(10, 2)
+    ours.train_dataloader = SlotLoader(session)
     session.source = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     session.begin()
     session.log = Mock()

@@ -24,7 +24,7 @@ from verl.trainer.ppo.reward import extract_reward
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
-from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
@@ -269,9 +269,23 @@ def test_reward_manager_that_says_no_dictionary_beside_its_score_costs_its_sampl
     assert f"reward of prompt uid0 says {info!r} beside its score" in output.non_tensor_batch["sample_error"][0]
 
 
-def validated(monkeypatch, tmp_path, *batches):
+@pytest.fixture(params=["legacy", "v1"])
+def trainers(request):
+    """The recipe's class of a trainer and verl's."""
+    if request.param == "legacy":
+        return PartialRolloutRayPPOTrainer, RayPPOTrainer
+    pytest.importorskip("transfer_queue")
+    from verl.trainer.ppo.v1 import PPOTrainerSync
+
+    from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
+
+    return PartialRolloutPPOTrainer, PPOTrainerSync
+
+
+def validated(monkeypatch, tmp_path, trainers, *batches):
     """verl's validation over ``batches`` of generated samples; returns its metrics and what it wrote."""
-    trainer = object.__new__(PartialRolloutRayPPOTrainer)
+    kind, verls = trainers
+    trainer = object.__new__(kind)
     outputs = iter(batches)
     rollout = {"val_kwargs": SimpleNamespace(n=1, do_sample=False), "agent": SimpleNamespace(num_workers=1)}
     written = []
@@ -291,12 +305,13 @@ def validated(monkeypatch, tmp_path, *batches):
         async_rollout_manager=SimpleNamespace(generate_sequences=lambda prompts: next(outputs)),
         use_rm=False,
         global_steps=1,
+        proximal=SimpleNamespace(from_update=False),
     )
-    monkeypatch.setattr(RayPPOTrainer, "_dump_generations", lambda self, *args: written.append(args[4]))
-    return RayPPOTrainer._validate(trainer), written[0]
+    monkeypatch.setattr(verls, "_dump_generations", lambda self, *args: written.append(args[4]))
+    return super(TrainerRun, trainer)._validate(), written[0]
 
 
-def test_validation_averages_numbers_over_batches_whose_samples_have_different_keys(monkeypatch, tmp_path):
+def test_validation_averages_numbers_over_batches_whose_samples_have_different_keys(monkeypatch, tmp_path, trainers):
     def mixed(data_source, solution_str, ground_truth, extra_info):
         return [
             {"score": 1.0, "depth": 3, "pred": 12},
@@ -307,7 +322,7 @@ def test_validation_averages_numbers_over_batches_whose_samples_have_different_k
 
     whole = rows(2, 2, 2, 2)
     batches = [generated(mixed, whole[i : i + 2], validate=True) for i in (0, 2)]
-    metrics, written = validated(monkeypatch, tmp_path, *batches)
+    metrics, written = validated(monkeypatch, tmp_path, trainers, *batches)
     assert metrics["val-core/unknown/reward/mean@1"] == pytest.approx(2 / 3), "without the one that has no score"
     assert metrics["val-aux/unknown/depth/mean@1"] == 3.0
     assert not [name for name in metrics if "pred" in name or "steps" in name]
@@ -441,7 +456,7 @@ def test_sample_that_failed_before_is_not_scored_by_a_colocated_model():
     assert "a response of 9 tokens" in output.non_tensor_batch["sample_error"][0]
 
 
-def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, tmp_path):
+def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, tmp_path, trainers):
     """One sample is too long for its batch, the reward of another fails."""
 
     def mixed(data_source, solution_str, ground_truth, extra_info):
@@ -449,7 +464,7 @@ def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, 
 
     output, scorer = colocated(mixed, unscored(rows(R + 1, 2, 2, 2), validate=True))
     assert scorer.calls == 5
-    metrics, written = validated(monkeypatch, tmp_path, output)
+    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
     assert metrics["val-core/t/reward/mean@1"] == 0.5
     assert metrics["val-aux/t/depth/mean@1"] == 3.0
     assert written["pred"] == [None, None, None, "none"]

@@ -17,7 +17,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.loss import BehaviourRegion, UpdateOrder, corrected_ppo_loss
+from recipe.partial_rollout.training.loss import BehaviourRegion, ProximalPolicy, corrected_ppo_loss
 
 AGG_MODES = ("token-mean", "seq-mean-token-mean")
 ROWS, WIDTH, VERSION, CAP = 6, 9, 4, 1.5
@@ -61,7 +61,11 @@ def weights_of(batch, proximal, level="token"):
     return compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, CAP)[0]
 
 
-def micro_batch(batch, *, from_update=False, level="token", check=False, cap=CAP, tokens=None, version=VERSION):
+def policy_of(*, from_update=False, level="token", check=False, cap=CAP):
+    return ProximalPolicy(from_update, level, cap, check_every=1 if check else 10)
+
+
+def micro_batch(batch, *, from_update=False, level="token", tokens=None, version=VERSION):
     """As verl's trainer sends it: prompts, then the responses, without padding."""
     prompts = (torch.arange(3) >= 3 - torch.tensor(PROMPTS)[:, None]).long()
     attention = torch.cat([prompts, batch["response"]], dim=1)
@@ -77,12 +81,12 @@ def micro_batch(batch, *, from_update=False, level="token", check=False, cap=CAP
         "rollout_log_probs": batch["behaviour"],
         "rollout_versions": batch["versions"].int(),
     }
-    order = UpdateOrder(version, from_update, check, level, cap)
     if not from_update:
         fields["rollout_is_weights"] = weights_of(batch, batch["proximal"], level)
     data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
     tokens = int(batch["mask"].sum()) if tokens is None else tokens
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=ROWS, **{loss.ORDER: order})
+    told = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": ROWS, loss.VERSION: version}
+    tu.assign_non_tensor(data, **told)
     return data
 
 
@@ -120,13 +124,16 @@ def run(
     dual=1.8,
     entropy=False,
     size=ROWS,
+    version=VERSION,
     **how,
 ):
     """(loss, gradient [ROWS, WIDTH], metrics) of the worker's loss in micro-batches of ``size``, all summed."""
     fields = {**CLIPS, "clip_ratio_c": dual or loss.NO_DUAL_CLIP, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, loss_agg_mode=agg, **fields)
-    extra = {} if function is ppo_loss else {"region": region}
-    data = micro_batch(batch, **how) if data is None else data
+    policy = policy_of(**how)
+    extra = {} if function is ppo_loss else {"policy": policy, "region": region}
+    if data is None:
+        data = micro_batch(batch, from_update=policy.from_update, level=policy.level, version=version)
     rows, value, figures = engine_rows(batch), 0.0, defaultdict(float)
     torch.manual_seed(0)
     for start in range(0, ROWS, size):
@@ -331,14 +338,14 @@ def test_batch_where_everything_is_masked_has_no_gradient_and_finite_metrics(mas
         region = BehaviourRegion(1e-3, 1e-3, per_sequence=False)
     if masked == "weights":
         batch["behaviour"], cap = batch["behaviour"] - 9.0, "1e-9_1.0"
-    data = micro_batch(batch, from_update=from_update, cap=cap)
+    data = micro_batch(batch, from_update=from_update)
     if masked == "weights" and not from_update:
         data["rollout_is_weights"] = torch.zeros_like(data["rollout_is_weights"])
     if masked.startswith("samples"):
         region = REGION if "region" in masked else None
         data["response_mask"] = torch.zeros_like(data["response_mask"])
         tu.assign_non_tensor(data, batch_num_tokens=0)
-    value, gradient, metrics = run(batch, region, data=data)
+    value, gradient, metrics = run(batch, region, data=data, from_update=from_update, cap=cap)
     assert value == 0 and not gradient.any() and np.isfinite(list(metrics.values())).all()
     assert masked != "by the region" or metrics[MASKED] == pytest.approx(1.0)
 
@@ -374,8 +381,10 @@ def test_loss_brings_its_region_to_the_process_that_unpickles_it_and_no_dual_cli
         "actor_rollout_ref.actor.clip_ratio_c=null",
     )
     config = composed_config("quickstart_cpu", *overrides)
-    sent = pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, PartialRolloutConfig.from_config(config)))
-    got = pickle.loads(sent).keywords
+    settings = PartialRolloutConfig.from_config(config)
+    policy = ProximalPolicy.of(config, settings)
+    got = pickle.loads(pickle.dumps(loss.worker_loss(config.actor_rollout_ref.actor, settings, policy))).keywords
     region = got["region"]
+    assert got["policy"] == policy and policy.from_update
     assert got["config"].clip_ratio_c == loss.NO_DUAL_CLIP
     assert (region.low, region.high, region.per_sequence) == (0.07, 0.2, False)

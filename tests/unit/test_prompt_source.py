@@ -1,5 +1,7 @@
 """Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -10,6 +12,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.manager.types import position_of
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader
+from tests.unit.shared import settings_of
 
 ROWS = [
     {
@@ -58,7 +61,8 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none_and_forget
     behind = PromptSource(loader(), total=8)
     behind.load_state_dict(ahead.state_dict())
     assert behind.take(4) == [] and behind.left == 0
-    assert behind.state_dict()["taken"] == 12
+    state = behind.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 4)
 
 
 def test_data_smaller_than_a_batch_is_an_error():
@@ -69,9 +73,12 @@ def test_data_smaller_than_a_batch_is_an_error():
 
 def test_slots_of_a_resumed_epoch_are_those_that_are_left_and_end_where_the_data_cannot_fill_another_step():
     trained = []
-    slots = SlotLoader(steps_per_epoch=5, batch_groups=2, exhausted=lambda: len(trained) == 6)
-    slots.start_at(3)
+    driver, steps = SimpleNamespace(exhausted=False), SimpleNamespace(per_epoch=5)
+    session = SimpleNamespace(steps=steps, settings=settings_of(), driver=driver, completed_step=13)
     for epoch in range(3):
-        for _ in slots:
+        for slots in SlotLoader(session):
+            assert len(slots["slot"]) == session.settings.batch_groups
             trained.append(epoch)
+            session.completed_step += 1
+            driver.exhausted = len(trained) == 6
     assert trained == [0, 0, 1, 1, 1, 1]

@@ -130,14 +130,13 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.session = session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
-    trainer._phase_started = None
-    trainer.proximal = ProximalPolicy(config, trainer.settings)
+    trainer._noted = 0
+    trainer.proximal = ProximalPolicy.of(config, trainer.settings)
     session.log = MagicMock(last_round=None)
     session.source = MagicMock(**{"state_dict.return_value": {}})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
-    loader = SlotLoader(STEPS, 2, exhausted=lambda: session.driver.exhausted)
-    trainer.train_dataloader, trainer.train_dataset = loader, object()
+    trainer.train_dataloader, trainer.train_dataset = SlotLoader(session), object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg = trainer.llm_server_manager = object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False

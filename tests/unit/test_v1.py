@@ -1,8 +1,8 @@
 """The trainer under verl's v1: what it hands over, and that it trains the same as the legacy one."""
 
-import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGro
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
-from recipe.partial_rollout.training.reward_info import objects
+from tests.unit.shared import settings_of
 from verl_ext import v1
 
 pytest.importorskip("transfer_queue")
@@ -31,6 +31,8 @@ from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION, PROMPT, RESPONSE = 4, 8, 16
+SLOTS = [{"slot": torch.arange(2).unsqueeze(1)}]
+"""a step's, of two groups"""
 
 
 def sample(rng, length, oldest):
@@ -73,7 +75,7 @@ def batch_of(kinds, seed=0):
     return assemble_batch(groups, [group.uid for group in groups], PROMPT, RESPONSE, 0)
 
 
-def trained(batch, *, nested, order):
+def trained(batch, *, nested, policy):
     """Loss, gradient at the tokens in the loss, and metrics of an update on ``batch``, padded or as v1 has it."""
     if nested:
         rows = rounds.rows_of(batch)
@@ -98,7 +100,7 @@ def trained(batch, *, nested, order):
     data["advantages"] = torch.nested.as_nested_tensor(signs, layout=torch.jagged) if nested else torch.stack(signs)
     data["old_log_probs"] = data["rollout_log_probs"]
     tokens = int(sum(mask.sum() for mask in masks))
-    told = {"batch_num_tokens": tokens, "global_batch_size": len(lengths), "dp_size": 1, loss.ORDER: order}
+    told = {"batch_num_tokens": tokens, "global_batch_size": len(lengths), "dp_size": 1, loss.VERSION: VERSION}
     tu.assign_non_tensor(data, **told)
     config = ActorConfig(
         strategy="fsdp2",
@@ -109,7 +111,8 @@ def trained(batch, *, nested, order):
     )
     config.global_batch_info.update({key: told[key] for key in ("batch_num_tokens", "global_batch_size", "dp_size")})
     output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)}
-    value, metrics = loss.corrected_ppo_loss(config, output, data, None, loss.BehaviourRegion(0.2, 0.28, False))
+    region = loss.BehaviourRegion(0.2, 0.28, False)
+    value, metrics = loss.corrected_ppo_loss(config, output, data, policy=policy, region=region)
     value.backward()
     ends = zip(offsets[1:].tolist(), sizes, masks, strict=True)
     gradient = [flat.grad[end - size - 1 : end - 1][mask[:size] > 0] for end, size, mask in ends]
@@ -117,11 +120,8 @@ def trained(batch, *, nested, order):
     return value.item(), torch.cat(gradient), said, flat.grad.abs().sum().item()
 
 
-ORDERS = {
-    "the pass's": loss.UpdateOrder(VERSION),
-    "the update's": loss.UpdateOrder(VERSION, from_update=True, level="token", threshold=2.0),
-    "the update's, checked": loss.UpdateOrder(VERSION, from_update=True, check=True, level="token", threshold=2.0),
-}
+POLICY = loss.ProximalPolicy(True, "token", 2.0)
+POLICIES = {"unchecked": POLICY, "checked": replace(POLICY, check_every=1)}
 KINDS = {
     # one as long as the padded batch is wide: sums of other widths differ in their last bit
     "plain": (7, RESPONSE, 3, 9),
@@ -130,13 +130,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "order", [ORDERS["the update's"], ORDERS["the update's, checked"]], ids=["unchecked", "checked"]
-)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_loss_gradient_and_metrics_are_those_of_the_legacy_trainer_to_the_bit(kinds, order):
+def test_loss_gradient_and_metrics_are_those_of_the_legacy_trainer_to_the_bit(kinds, policy):
     batch = batch_of(kinds)
-    padded, nested = (trained(batch, nested=layout, order=order) for layout in (False, True))
+    padded, nested = (trained(batch, nested=layout, policy=policy) for layout in (False, True))
     assert padded[0] == nested[0] and torch.equal(padded[1], nested[1])
     # Nothing outside of the loss has a gradient: an empty row's token of padding neither.
     assert padded[3] == pytest.approx(padded[1].abs().sum().item()) and nested[3] == pytest.approx(padded[3])
@@ -194,19 +192,17 @@ class Rollout:
 
 @pytest.fixture
 def buffer(monkeypatch):
-    def build(loader, workers=3):
+    def build(loader):
         queue = Queue()
         monkeypatch.setattr(rounds, "tq", queue)
-        rollout = {"n": 2, "val_kwargs": {"n": 1}, "agent": {"num_workers": workers}}
-        made = rounds.RoundBuffer(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
-        made.connect(Rollout(), loader)
-        return SimpleNamespace(it=made, queue=queue, rollout=made._rollout)
+        rollout = Rollout()
+        return SimpleNamespace(it=rounds.RoundBuffer(rollout, loader, 2), queue=queue, rollout=rollout)
 
     return build
 
 
 def test_round_is_put_whole_a_key_a_sample_and_the_next_is_refused_while_it_is_there(buffer):
-    made = buffer(SlotLoader(2, 2))
+    made = buffer(SLOTS * 2)
     batch, metrics = made.it.sample(1, "train", 2)
     assert len(batch.keys) == 4 == len(made.queue.held) and metrics == {"timing_s/agent_loop/max": 1.5}
     uids = made.rollout.asked[0].non_tensor_batch["uid"].tolist()
@@ -219,64 +215,15 @@ def test_round_is_put_whole_a_key_a_sample_and_the_next_is_refused_while_it_is_t
 
 
 def test_rounds_go_on_in_the_next_epoch_until_the_data_has_ended(buffer):
-    ended = []
-    made = buffer(SlotLoader(1, 2, exhausted=lambda: bool(ended)))
+    session = SimpleNamespace(steps=SimpleNamespace(per_epoch=1), completed_step=0)
+    session.settings, session.driver = settings_of(2), SimpleNamespace(exhausted=False)
+    made = buffer(SlotLoader(session))
     for step in (1, 2):
         batch, _ = made.it.sample(step, "train", 2)
         made.queue.kv_clear(batch.keys, "train")
-    ended.append(True)
+    session.driver.exhausted = True
     with pytest.raises(rounds.DataEndedError):
         made.it.sample(3, "train", 2)
-
-
-def test_validation_is_generated_before_it_is_sampled_and_leaves_nothing_of_what_verl_registered(buffer):
-    made = buffer(SlotLoader(1, 2))
-    columns = {"uid": np.array(["a", "b"], dtype=object), "raw_prompt": np.array(["x", "y"], dtype=object)}
-    prompts = tu.get_tensordict({"dummy": torch.zeros(2, 1), **columns})
-    tu.assign_non_tensor_data(prompts, "global_steps", 5)
-    tu.assign_non_tensor_data(prompts, "validate", True)
-    made.queue.kv_batch_put(["a", "b"], "val")
-    made.it.generate_sequences(prompts)
-    asked = made.rollout.asked[0]
-    assert asked.meta_info["validate"] and asked.meta_info["global_steps"] == 5 and len(asked) == 3
-    batch, metrics = made.it.sample(5, "val", 2)
-    assert batch.keys == ["a_0_0", "b_0_0"] and metrics == {}
-    assert list(made.queue.held) == [("val", "a_0_0"), ("val", "b_0_0")]
-
-
-def test_validation_asks_with_the_columns_as_the_data_has_them(buffer):
-    """verl's ``DataProto.from_tensordict`` makes arrays of lists, and fails where they differ in size."""
-    made = buffer(SlotLoader(1, 2))
-    conversations = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}]]
-    pixels = [np.zeros((2, 3)), np.zeros((2, 4))]
-    columns = {"uid": objects(["a", "b"]), "raw_prompt": objects(conversations), "pixels": objects(pixels)}
-    prompts = tu.get_tensordict({"dummy": torch.zeros(2, 1), **columns})
-    tu.assign_non_tensor_data(prompts, "global_steps", 5)
-    made.queue.kv_batch_put(["a", "b"], "val")
-    made.it.generate_sequences(prompts)
-    asked = made.rollout.asked[0].non_tensor_batch
-    assert asked["raw_prompt"].tolist() == [*conversations, conversations[0]]
-    assert [each.shape for each in asked["pixels"]] == [(2, 3), (2, 4), (2, 3)]
-
-
-def test_what_rewards_say_of_a_validation_is_averaged_as_under_the_legacy_trainer(buffer):
-    """Tensors, a key ``reward``, and a failed sample, which counts in no mean; verl's v1 counts it as wrong."""
-    made = buffer(SlotLoader(1, 2))
-    said = [{"acc": np.True_, "reward": 9.0}, {"acc": torch.tensor(1.0)}, {"acc": 0}, {"sample_error": "died"}]
-    batch = batch_of((7, 5))
-    batch.non_tensor_batch |= {"reward_extra_info": objects(said), "uid": objects(["a", "b", "c", "d"])}
-    made.it._batch = batch, "val", 1
-    made.it._put()
-    infos = {"reward": [1.0, 1.0, 0.0, math.nan], "reward_extra_info": []}
-    for extra in next(iter(made.queue.held.values()))["extra_fields"]:
-        for name, value in extra["reward_extra_info"].items():
-            infos[name].append(value)
-    trainer = object.__new__(PartialRolloutPPOTrainer)
-    uids = ["a", "b", "c", "d"]
-    expected = dict.fromkeys((("x", uid) for uid in uids), 1)
-    logged = trainer._val_metrics_update(["x"] * 4, uids, infos, [1] * 4, expected_acc_counts=expected)
-    assert logged["val-core/x/acc/mean@1"] == pytest.approx(2 / 3)
-    assert not any("success_only" in key for key in logged)
 
 
 @pytest.mark.parametrize("key", ["routed_experts", "position_ids"])
@@ -311,7 +258,7 @@ def test_a_controller_that_no_longer_answers_ends_the_wait_by_name(monkeypatch):
 
 
 def test_scores_of_a_colocated_reward_model_reach_the_rows_in_the_order_of_the_batch(buffer):
-    made = buffer(SlotLoader(1, 2))
+    made = buffer(SLOTS)
     made.it.sample(1, "train", 2)
 
     def scored(batch):

@@ -31,19 +31,18 @@ def entries(text):
 
 TABLE = """\
 # the trainer
-verl.trainer.ppo.ray_trainer:RayPPOTrainer <- trainer_run main_ppo task_runner
+verl.trainer.ppo.ray_trainer:RayPPOTrainer <- trainer_run trainer main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
-        _save_checkpoint _load_checkpoint _compute_old_log_prob _update_actor _validate _balance_batch
-        _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager
+        _save_checkpoint _load_checkpoint _get_gen_batch _update_actor _validate
+        _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager use_rm
     reads: agent_loop_manager_class
 verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
-    has: tokenizer train_dataset train_dataloader llm_server_manager checkpoint_manager actor_rollout_wg replay_buffer
-        reward_loop_manager global_steps total_training_steps trainer_mode __init__ init fit
-        _setup _build_replay_buffer _init_dataloader on_init_end prepare_step _load_checkpoint _save_checkpoint
-        _compute_reward_colocate _compute_old_log_prob _update_actor _balance_batch _validate
-        _val_metrics_update _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client
-        get_reward_handles
+    has: tokenizer train_dataset train_dataloader llm_server_manager
+        checkpoint_manager actor_rollout_wg replay_buffer reward_loop_manager global_steps total_training_steps
+        trainer_mode __init__ init fit _setup _build_replay_buffer _init_dataloader on_init_end prepare_step
+        _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _validate _val_metrics_update
+        _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client get_reward_handles
 verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer trained_rows
     has: TRAINER_REGISTRY Tracking compute_data_metrics compute_variance_proxy_metrics
     calls: register_trainer(name)
@@ -55,7 +54,6 @@ verl.utils.device <- plugin v1
 transfer_queue <- rounds trainer task_runner
     has: KVBatchMeta close
     calls: init(conf) kv_list(partition_id) kv_batch_put(*, keys, partition_id, fields, tags)
-        kv_clear(*, keys, partition_id) kv_batch_get(keys, partition_id, *, select_fields)
 transfer_queue:KVBatchMeta <- rounds trainer
     has: keys tags partition_id extra_info
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
@@ -103,23 +101,21 @@ verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
 verl.workers.rollout.replica <- facts
     has: CONTROL_METHOD_CONCURRENCY
-verl.workers.rollout.router:GlobalRequestLoadBalancer <- replicas
-    calls: add_servers(servers) remove_servers(server_ids)
 verl.workers.rollout.replica:TokenOutput <- llm_client observed
     has: token_ids log_probs stop_reason num_preempted extra_fields
 verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer facts
     has: server_address server_handle workers max_concurrency
-    calls: abort_all_requests(*, reject_request) resume_generation() sleep() wake_up()
+    calls: abort_all_requests(*, reject_request) resume_generation() sleep()
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
     has: servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests
-        resume_generation sleep wake_up
+        resume_generation sleep
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer <- replica weight_socket
     has: config engine global_steps node_rank __init__
     calls: run_server(args) abort_all_requests(reset_prefix_cache, reject_request) clear_kv_cache()
         collective_rpc(method) generate(prompt_ids, sampling_params, request_id) resume_engine_generation()
     reads: VERL_RAY_JOB_ID
 verl.checkpoint_engine:CheckpointEngineManager <- weight_transfer
-    has: backend backend_cls config actor_wg replicas update_weights sleep_replicas wake_up_replicas abort_replicas
+    has: backend backend_cls config actor_wg replicas update_weights sleep_replicas abort_replicas
         resume_generation_replicas release_kv_cache_replicas resume_kv_cache_replicas
 verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights

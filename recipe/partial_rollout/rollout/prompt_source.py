@@ -7,8 +7,8 @@ there, rows that do not fill the last batch of an epoch are left out of that epo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_map
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.partial_rollout.manager.types import Prompt
+
+if TYPE_CHECKING:
+    from recipe.partial_rollout.rollout.session import RunSession
 
 
 class PromptSource:
@@ -29,7 +32,6 @@ class PromptSource:
     def __init__(self, loader: StatefulDataLoader, total: int) -> None:
         self._loader = loader
         self._total = total
-        self._taken = 0
         self._epoch = 0
         self._position = 0
         self._rows: deque[dict[str, Any]] = deque()
@@ -38,15 +40,13 @@ class PromptSource:
     @property
     def left(self) -> int:
         """Number of prompts not handed out yet."""
-        return max(0, self._total - self._taken)
+        an_epochs = len(self._loader) * (self._loader.batch_size or 1)
+        return max(0, self._total - self._epoch * an_epochs - self._position)
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer if the training needs no more."""
         # A run that did not drain may have taken more prompts than a resumed run that drains still needs.
-        count = min(count, self.left)
-        prompts = [self._next() for _ in range(count)]
-        self._taken += count
-        return prompts
+        return [self._next() for _ in range(min(count, self.left))]
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: epoch, rows handed out, rows read ahead, and the loader's own state.
@@ -56,15 +56,13 @@ class PromptSource:
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "taken": self._taken,
             "rows": list(self._rows),
             "loader": None if self._batches is None else without_tensors(self._loader.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``, over the same data with the same seed; before the first ``take``."""
-        self._epoch, self._position, self._taken = state["epoch"], state["position"], state["taken"]
-        self._rows = deque(state["rows"])
+        self._epoch, self._position, self._rows = state["epoch"], state["position"], deque(state["rows"])
         if state["loader"] is not None:
             self._loader.load_state_dict(with_tensors(state["loader"]))
             self._batches = iter(self._loader)
@@ -118,35 +116,23 @@ def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class SlotLoader:
-    """Stands in for the dataloader in verl's ``fit`` under PR: N empty slots a step.
+    """Stands in for the dataloader in verl's ``fit`` under PR: N empty slots for each step of ``session`` that is left.
 
     The prompts of a step are known only once its round is over; the agent-loop manager then fills the slots.
-
-    Args:
-        steps_per_epoch: batches in an epoch of the real loader.
-        batch_groups: N.
-        exhausted: whether the data ended before another step could be filled.
     """
 
-    def __init__(self, steps_per_epoch: int, batch_groups: int, exhausted: Callable[[], bool] = lambda: False) -> None:
-        self._steps = steps_per_epoch
-        self._batch_groups = batch_groups
-        self._exhausted = exhausted
-        self._start = 0
-
-    def start_at(self, step: int) -> None:
-        """Skip the first ``step`` steps of the next epoch, which were trained before the run was resumed."""
-        self._start = step
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
 
     def __len__(self) -> int:
-        return self._steps
+        return self._session.steps.per_epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self._start = self._start, 0
-        for _ in range(start, self._steps):
-            if self._exhausted():
+        """An epoch, or what is left of the one in which the run was resumed."""
+        for _ in range(self._session.completed_step % len(self), len(self)):
+            if self._session.driver.exhausted:
                 return
-            yield {"slot": torch.arange(self._batch_groups).unsqueeze(1)}
+            yield {"slot": torch.arange(self._session.settings.batch_groups).unsqueeze(1)}
 
     def state_dict(self) -> dict[str, Any]:
         """No state: the prompt source keeps the position in the data."""

@@ -1,4 +1,4 @@
-"""The actor workers' loss under partial rollout, decoupled PPO inside a trust region, and what the trainer tells it.
+"""The actor workers' loss under partial rollout: decoupled PPO inside a trust region.
 
 Decoupled PPO is AReaL's equation 5 (arXiv:2505.24298), which is verl's ``vanilla`` loss times behaviour weights. For every
 generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``::
@@ -8,16 +8,16 @@ generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``:
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). verl's other losses take the same weights.
 
-``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass if its
-``UpdateOrder`` says so, masks what is outside the trust region, then calls verl's ``ppo_loss``. Where weights are asked for
-and there are none it raises: it never trains uncorrected.
+``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass where
+that gives it, masks what is outside the trust region, then calls verl's ``ppo_loss``. Where weights are asked for and there
+are none it raises: it never trains uncorrected.
 
 **The proximal policy.** Where a batch is trained in one update, the update's forward pass runs on the weights before it:
 the loss has the log-probs of ``pi_prox``, and verl's pass over the batch computes them a second time. That pass is left
-out if nothing else needs it, except in step 1 and every ``CHECK_EVERY``-th after it: these log what only the pass gives,
-and the difference that it makes, ``proximal/error``. In a step without the pass verl's ``fit`` gets the behaviour
-log-probs in place of the proximal ones. Metrics that it derives from them are left out; the loss gives those that the
-recipe reads, under verl's names. The entropy, another run over the logits, is among them only where it is in the loss.
+out if nothing else needs it, except in step 1 and every tenth after it: these log what only the pass gives, and the
+difference that it makes, ``proximal/error``. In a step without the pass verl is in its ``bypass_mode``: it takes the
+behaviour log-probs for the proximal ones and derives no metrics from them. The loss gives those that the recipe reads,
+under verl's names. The entropy, another run over the logits, is among them only where it is in the loss.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
 region does. With the advantage ``A`` and the bounds ``low`` and ``high``, a token is outside if ``rho > 1 + high`` and
@@ -40,7 +40,6 @@ import torch
 import verl.utils.torch_functional as verl_F
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND, compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
@@ -53,8 +52,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig, TrustRegion
 from verl_ext.behaviour_weights import weights_alone
 
-ORDER = "update_order"
-"""non-tensor datum of a batch: its ``UpdateOrder``"""
+VERSION = "partial_rollout_version"
+"""non-tensor datum of a batch: the policy version of the weights before its update"""
 REPORTED_AS = "actor/logged/"
 """before the names under which the loss's metrics are logged; verl would otherwise put its own ``actor/`` there"""
 
@@ -67,28 +66,7 @@ NO_DUAL_CLIP = 1e9
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
 """tensors [B, R] that the loss reads; without the weights where it makes them, or there are none"""
 
-
-CHECK_EVERY = 10
-"""steps between two that run the pass over the batch all the same"""
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-_DERIVED = ("actor/entropy", "perf/mfu/actor_infer")
-_DERIVED_PREFIXES = ("rollout_corr/", "training/rollout_")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOrder:
-    """What the trainer tells the loss of a batch."""
-
-    version: int
-    """policy version of the weights before the update"""
-    from_update: bool = False
-    """whether this forward pass gives the proximal log-probs, and the loss makes the weights"""
-    check: bool = False
-    """whether verl has recomputed ``old_log_probs`` all the same, and logs what it derives from them"""
-    level: str | None = None
-    """``rollout_correction.rollout_is``; None for no weights"""
-    threshold: Any = None
-    """``rollout_correction.rollout_is_threshold``"""
 
 
 class WeightLevel(StrEnum):
@@ -115,13 +93,13 @@ def weight_level(loss_mode: str) -> WeightLevel:
 
 
 def worker_loss(
-    actor: DictConfig, settings: PartialRolloutConfig
+    actor: DictConfig, settings: PartialRolloutConfig, policy: ProximalPolicy
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     """``corrected_ppo_loss`` for a run: what the actor workers get; ``actor`` is verl's config of the actor."""
     config = omega_conf_to_dataclass(actor)
     if config.clip_ratio_c is None:
         config = replace(config, clip_ratio_c=NO_DUAL_CLIP)
-    return partial(corrected_ppo_loss, config=config, region=BehaviourRegion.of(settings, actor))
+    return partial(corrected_ppo_loss, config=config, policy=policy, region=BehaviourRegion.of(settings, actor))
 
 
 def corrected_ppo_loss(
@@ -129,20 +107,24 @@ def corrected_ppo_loss(
     model_output: dict[str, Any],
     data: TensorDict,
     dp_group: Any = None,
+    *,
+    policy: ProximalPolicy,
     region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on the proximal policy that the batch's order names, inside the region if there is one.
+    """verl's ``ppo_loss``, on the proximal policy of the run, inside the region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
-        data: a micro-batch, with ``ORDER``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
-        region: None for none.
+        data: a micro-batch, with ``VERSION``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
+        policy: of the run. region: None for none.
 
     Raises:
-        RuntimeError: the order asks for weights, and there are none.
+        RuntimeError: the policy asks for weights, and there are none.
     """
     data = _divisible(data)
-    order: Any = tu.get_non_tensor_data(data, ORDER, default=None)
+    version: Any = tu.get_non_tensor_data(data, VERSION, default=None)
+    # Whether verl has recomputed ``old_log_probs``, and logs what it derives from them.
+    recomputed = policy.recomputes(version + 1)
     padded = data.select(*_READ.split(), strict=False).to_padded_tensor()
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     # Nested tensors are padded with 0, which is a version.
@@ -150,21 +132,21 @@ def corrected_ppo_loss(
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
     proximal, weights = padded["old_log_probs"], padded.get("rollout_is_weights", None)
     reported: dict[str, torch.Tensor] = {}
-    if order.from_update:
-        weights, reported = _weighted(order, padded, current)
+    if policy.from_update:
+        weights, reported = _weighted(policy, padded, current, recomputed=recomputed)
         proximal = current
-    if order.level is not None and weights is None:
+    if policy.level is not None and weights is None:
         raise RuntimeError(
             "the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for"
         )
-    newest = _newest_of_older(padded["rollout_versions"], order.version)
+    newest = _newest_of_older(padded["rollout_versions"], version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
         advantages = padded["advantages"]
         outside = region.outside(current, behaviour, advantages, mask)
         assert weights is not None, "a region without weights is refused before Ray starts"
         weights = weights.masked_fill(outside, 0)
-        parts = masked_parts(outside, advantages, age=order.version - padded["rollout_versions"])
+        parts = masked_parts(outside, advantages, age=version - padded["rollout_versions"])
         reported |= {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
@@ -174,7 +156,7 @@ def corrected_ppo_loss(
     for key, value in reported.items():
         metrics[REPORTED_AS + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
     entropy = model_output.get("entropy")
-    if order.from_update and not order.check and entropy is not None:
+    if not recomputed and entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
         metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
     return loss, metrics
@@ -193,21 +175,21 @@ def _divisible(data: TensorDict) -> TensorDict:
 
 
 def _weighted(
-    order: UpdateOrder, padded: TensorDict, current: torch.Tensor
+    policy: ProximalPolicy, padded: TensorDict, current: torch.Tensor, *, recomputed: bool
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Behaviour weights [B, R] of the policy that the update starts from, None for none, and what to report [B, R].
 
     Args:
-        current: [B, R], its log-probs.
+        current: [B, R], its log-probs. recomputed: whether the batch has those that verl recomputed.
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
-    if order.level is not None:
+    if policy.level is not None:
         with weights_alone():
             weights, _ = compute_rollout_correction_weights(
-                log_ratio, padded["response_mask"], rollout_is=order.level, rollout_is_threshold=order.threshold
+                log_ratio, padded["response_mask"], rollout_is=policy.level, rollout_is_threshold=policy.threshold
             )
-    if order.check:
+    if recomputed:
         return weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
     reported = {"rollout_corr/kl": -log_ratio, "rollout_corr/k3_kl": log_ratio.exp() - log_ratio - 1}
     if weights is not None:
@@ -320,55 +302,40 @@ def needs_pass(config: DictConfig) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class ProximalPolicy:
-    """Decides where a step's proximal log-probs come from.
+    """Where a run's proximal log-probs come from, and how its tokens are weighed; trainer and loss have the same."""
 
-    Args:
-        config: of the run; checked, or one of noPR.
-    """
+    from_update: bool
+    """whether the update's forward pass gives them, and the loss makes the weights"""
+    level: str | None
+    """``rollout_correction.rollout_is``; None for no weights"""
+    threshold: Any
+    """``rollout_correction.rollout_is_threshold``"""
+    check_every: int = 10
+    """steps between two that run the pass over the batch all the same"""
 
-    def __init__(self, config: DictConfig, settings: PartialRolloutConfig) -> None:
-        self.from_update = settings.enable and not needs_pass(config)
-        """whether the update's forward pass gives them"""
-        self._correction = config.algorithm.rollout_correction
+    @classmethod
+    def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
+        """That of a run; ``config`` is checked, or one of noPR, whose loss is verl's."""
+        if not settings.enable:
+            return cls(from_update=False, level=None, threshold=None)
+        correction = config.algorithm.rollout_correction
+        return cls(not needs_pass(config), correction.rollout_is, correction.rollout_is_threshold)
 
     def recomputes(self, step: int) -> bool:
         """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""
-        return not self.from_update or (step - 1) % CHECK_EVERY == 0
+        return not self.from_update or (step - 1) % self.check_every == 0
 
-    def stand_in(self, batch: DataProto) -> DataProto:
-        """Stands in for recomputed log-probs (and entropies) [B, R] in verl's ``fit``, in a step without the pass.
 
-        ``batch`` is without ``rollout_log_probs`` until its update: verl would compare the two, which are the same, on the
-        driver (half a second of a step with 256 responses of up to 8,192 tokens).
-        """
-        behaviour = batch.batch.pop("rollout_log_probs")
-        return DataProto.from_single_dict({"old_log_probs": behaviour, "entropys": torch.zeros_like(behaviour)})
-
-    def instruct(self, info: dict[str, Any], step: int) -> None:
-        """Tell the loss what to do, in ``info``, the non-tensor data of a batch."""
-        check = self.recomputes(step)
-        info[ORDER] = UpdateOrder(
-            version=step - 1,
-            from_update=self.from_update,
-            check=check,
-            level=self._correction.rollout_is,
-            threshold=self._correction.rollout_is_threshold,
-        )
-
-    def metrics(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """``data`` of step ``step`` without metrics of the stand-in; the loss's have the names by which they are logged."""
-        drop = not self.recomputes(step)
-        logged = {
-            key.removeprefix(REPORTED_AS): value
-            for key, value in data.items()
-            if not (drop and (key in _DERIVED or key.startswith(_DERIVED_PREFIXES)))
-        }
-        if (square := logged.pop(WEIGHT_SQUARE, None)) is not None:
-            # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.
-            share = min(1.0, logged[WEIGHT_MEAN] ** 2 / square) if square > 0 else 0.0
-            logged["rollout_corr/rollout_is_eff_sample_size"] = share
-        gap, share = logged.pop(KV_GAP, 0.0), logged.pop(KV_GAP_SHARE, 0.0)
-        if share:
-            logged["partial_rollout/mismatch/kv_gap_mean"] = gap / share
-        return logged
+def logged(data: dict[str, Any]) -> dict[str, Any]:
+    """verl's metrics of a step; the loss's have the names by which they are logged."""
+    found = {key.removeprefix(REPORTED_AS): value for key, value in data.items()}
+    if (square := found.pop(WEIGHT_SQUARE, None)) is not None:
+        # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.
+        share = min(1.0, found[WEIGHT_MEAN] ** 2 / square) if square > 0 else 0.0
+        found["rollout_corr/rollout_is_eff_sample_size"] = share
+    gap, share = found.pop(KV_GAP, 0.0), found.pop(KV_GAP_SHARE, 0.0)
+    if share:
+        found["partial_rollout/mismatch/kv_gap_mean"] = gap / share
+    return found

@@ -62,8 +62,9 @@ class TrainerRun(_VerlsTrainer):
 
     def __init__(self, config: Any, *args: Any, session: RunSession, **kwargs: Any) -> None:
         self.session = session
-        self.proximal = loss.ProximalPolicy(config, self.settings)
-        self._phase_started: float | None = None
+        self.proximal = loss.ProximalPolicy.of(config, self.settings)
+        self._noted = 0
+        """the last step whose training is in the log"""
         replica.register()
         claim_retention(config.trainer, critic=need_critic(config))
         super().__init__(config, *args, **kwargs)
@@ -78,32 +79,25 @@ class TrainerRun(_VerlsTrainer):
         self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
         self.session.offer(loader, steps)
         if self.settings.enable:
-            size = self.settings.batch_groups
-            self.train_dataloader = SlotLoader(steps.per_epoch, size, exhausted=lambda: self.session.driver.exhausted)
+            self.train_dataloader = SlotLoader(self.session)
 
     def _connect(self, rollout: Any) -> None:
         """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
-        if self.settings.enable:
-            self.send_loss()
-        self._open_session()
-        rollout.connect(self.session, self.tokenizer.pad_token_id)
-        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, self.session)
-
-    def _open_session(self) -> None:
-        """Find the slots of the replicas that verl has made, and open the run's records."""
         settings = self.settings
+        if settings.enable:
+            self.send_loss()
         control = ServerControl(
             self.llm_server_manager.get_replicas(),
             settings.deadlines.interrupt_s,
             restarts=settings.failures.replica_restarts,
         )
-        rollout = self.config.actor_rollout_ref.rollout
+        lengths = self.config.actor_rollout_ref.rollout
         slots = ReplicaSlots(
             settings.slots_per_replica,
             given=settings.slots_given,
             kv_tokens=finished(control.kv_tokens()),
-            prompt=rollout.prompt_length,
-            response=rollout.response_length,
+            prompt=lengths.prompt_length,
+            response=lengths.response_length,
         )
         print(slots.describe())
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -111,10 +105,13 @@ class TrainerRun(_VerlsTrainer):
             strategy += " under v1"
         name = self.config.trainer.experiment_name
         self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
+        rollout.connect(self.session, self.tokenizer.pad_token_id)
+        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, self.session)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
-        self.actor_rollout_wg.set_loss_fn(loss.worker_loss(self.config.actor_rollout_ref.actor, self.settings))
+        actor = self.config.actor_rollout_ref.actor
+        self.actor_rollout_wg.set_loss_fn(loss.worker_loss(actor, self.settings, self.proximal))
 
     def play(self, loop: Callable[[], object]) -> None:
         """Run verl's training ``loop``, from the resumed checkpoint if any.
@@ -169,14 +166,15 @@ class TrainerRun(_VerlsTrainer):
         self.session.complete_step(self.global_steps)
         self.session.save(super()._save_checkpoint)
 
-    def _load_trainer(self, load: Callable[[], object]) -> None:
-        """Have ``load``, verl's, load the trainer's part of the checkpoint to resume, if there is one."""
+    def _load_checkpoint(self) -> None:
+        """Load the trainer's part of the checkpoint to resume, if there is one."""
+        self.global_steps = 0
         trainer, chosen = self.config.trainer, self.session.checkpoints.chosen
         if chosen is None:
             return
         asked = trainer.resume_mode, trainer.get("resume_from_path")
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
-        load()
+        super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
 
     def _load_data(self) -> None:
@@ -185,11 +183,9 @@ class TrainerRun(_VerlsTrainer):
         chosen = session.checkpoints.chosen
         if chosen is None or not session.trains:
             return
-        step_of_epoch = self.global_steps % session.steps.per_epoch
         if self.settings.enable:
             session.load()
-            loader.start_at(step_of_epoch)
-        elif step_of_epoch == 0:
+        elif self.global_steps % session.steps.per_epoch == 0:
             # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
             loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
             deque(loader, maxlen=0)
@@ -217,22 +213,28 @@ class TrainerRun(_VerlsTrainer):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
+    def _choose_pass(self) -> None:
+        """Have verl leave out its pass over the batch of this step where the update gives the proximal log-probs."""
+        if self.proximal.from_update:
+            correction = self.config.algorithm.rollout_correction
+            correction.bypass_mode = not self.proximal.recomputes(self.global_steps)
+
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""
         ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
         self.session.figures.clear()
-        return self.step_log.extend({**self.proximal.metrics(data, step), **ours}, step)
+        return self.step_log.extend({**loss.logged(data), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
-        self._end_phase()
+        self._note_training()
         self.step_log.close(step, self.session.log.last_round)
         if step < self.session.steps.last:
             self.session.stop.check()
 
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
-        self._end_phase()
+        self._note_training()
         try:
             self.session.stop.check()
             return super()._validate(*args, **kwargs)
@@ -256,14 +258,12 @@ class TrainerRun(_VerlsTrainer):
         infos = per_sample(reward_extra_infos_dict)
         super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
 
-    def _balance_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._phase_started = time.time()
-        return super()._balance_batch(*args, **kwargs)
-
-    def _end_phase(self) -> None:
-        if self._phase_started is not None:
-            self.session.log.add(Phase("train", self.global_steps, self._phase_started, time.time()))
-            self._phase_started = None
+    def _note_training(self) -> None:
+        """Note the training on the last round, which lasts until now."""
+        round_ = self.session.log.last_round
+        if round_ is not None and round_.step > self._noted:
+            self._noted = round_.step
+            self.session.log.add(Phase("train", round_.step, round_.phase.end, time.time()))
 
 
 class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
@@ -285,20 +285,13 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self.play(super().fit)
 
     def _load_checkpoint(self) -> None:
-        self._load_trainer(super()._load_checkpoint)
+        super()._load_checkpoint()
         self._load_data()
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        self._choose_pass()
+        batch.meta_info[loss.VERSION] = self.global_steps - 1
+        return super()._get_gen_batch(batch)
 
     def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
         return score_batch(self.reward_loop_manager, batch, self.settings)
-
-    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float | None]:
-        if not self.proximal.recomputes(self.global_steps):
-            return self.proximal.stand_in(batch), 0.0
-        return super()._compute_old_log_prob(batch)
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        if self.settings.enable:
-            self.proximal.instruct(batch.meta_info, self.global_steps)
-            if "rollout_log_probs" not in batch.batch:
-                batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
-        return super()._update_actor(batch)

@@ -1,8 +1,8 @@
-"""Whole batches for verl's v1 trainer: its replay buffer and its agent-loop manager in one, over the recipe's own manager.
+"""Whole batches for verl's v1 trainer: its replay buffer, over the recipe's own agent-loop manager.
 
 v1 has samples put into TransferQueue one by one, and polls until there are enough, without a deadline. Here the recipe's
-manager makes a batch, training's or validation's, as it does for ``RayPPOTrainer``, under the same guards; then the batch
-is put there as a whole, a row a sample, without padding::
+manager makes a batch as it does for ``RayPPOTrainer``, under the same guards; then the batch is put there as a whole, a row
+a sample, without padding::
 
     v1 asks for a batch -> manager.generate_sequences (Driver.next_batch) -> TransferQueue -> v1's passes and update
 
@@ -18,17 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
-from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from recipe.partial_rollout.training.reward_info import objects
-from recipe.partial_rollout.worker.rewards import REWARD_INFO
-
-TRAIN, VALIDATION = "train", "val"
-"""v1's partitions of TransferQueue"""
+_PARTITION = "train"
+"""v1's, of TransferQueue"""
 _OF_RESPONSE = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores")
 """tensors [B, R] that a row has, where the batch has them"""
 _MADE_OF = {"prompts", "responses", "attention_mask", "input_ids", "position_ids", *_OF_RESPONSE}
@@ -42,34 +37,28 @@ class DataEndedError(Exception):
 
 
 class RoundBuffer:
-    """Stands in for v1's replay buffer and, in its validation, for the agent-loop manager.
+    """Stands in for v1's replay buffer.
 
     Args:
-        config: of the run.
+        rollout: the arm's agent-loop manager, which makes the batches.
+        loader: yields what they are made of.
+        samples: of a prompt, ``rollout.n``.
     """
 
-    def __init__(self, config: DictConfig) -> None:
-        rollout = config.actor_rollout_ref.rollout
-        self._samples = {TRAIN: rollout.n, VALIDATION: rollout.val_kwargs.n}
-        self._workers = rollout.agent.num_workers
+    def __init__(self, rollout: Any, loader: Any, samples: int) -> None:
+        self._rollout, self._loader, self._samples = rollout, loader, samples
         self._rows: Iterator[dict[str, Any]] = iter(())
-        self._batch: tuple[DataProto, str, int] | None = None
-        """the batch that was put last, its partition and step"""
-
-    def connect(self, rollout: Any, loader: Any) -> None:
-        """Take batches from ``rollout``, the arm's agent-loop manager, for what ``loader`` yields; called once."""
-        self._rollout, self._loader = rollout, loader
+        self._batch: DataProto
+        """the batch that was put last"""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """The batch of step ``global_steps``, or the validation batch that was just generated; and its metrics.
+        """The batch of step ``global_steps``, and its metrics.
 
         Raises:
             DataEndedError: there is none.
             RuntimeError: TransferQueue still holds samples of another.
         """
-        if partition_id == VALIDATION:
-            return self._put(), {}
-        left = (tq.kv_list(TRAIN) or {}).get(TRAIN, {})
+        left = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
         if left:
             raise RuntimeError(
                 f"TransferQueue holds {len(left)} samples before step {global_steps}, {next(iter(left))} first"
@@ -77,29 +66,16 @@ class RoundBuffer:
         prompts = DataProto.from_single_dict(self._next_rows())
         prompts.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(prompts))], dtype=object)
         prompts.meta_info["global_steps"] = global_steps
-        self._generate(prompts, TRAIN)
-        assert self._batch is not None
-        timings = self._batch[0].meta_info.pop("timing", {})
+        prompts = prompts.repeat(self._samples, interleave=True)
+        output = self._rollout.generate_sequences(prompts)
+        timings = output.meta_info.pop("timing", {})
+        columns = {**prompts.non_tensor_batch, **output.non_tensor_batch}
+        self._batch = DataProto(output.batch, columns, {"global_steps": global_steps})
         return self._put(), {f"timing_s/{key}": value for key, value in timings.items()}
-
-    def generate_sequences(self, prompts: TensorDict) -> None:
-        """Generate a validation batch, which ``sample`` then returns; one sample after the other gives up alone, if any.
-
-        Raises:
-            StopTraining: the user asked for it.
-        """
-        tq.kv_clear(keys=list(prompts["uid"]), partition_id=VALIDATION)
-        # verl makes one array of a column's rows, of lists too.
-        stacks = {key: column for key, column in prompts.items() if isinstance(column, NonTensorStack)}
-        asked = DataProto.from_tensordict(prompts.exclude(*stacks))
-        asked.non_tensor_batch = {key: objects([row.data for row in column]) for key, column in stacks.items()}
-        self._generate(asked, VALIDATION)
 
     def score(self, scored: Callable[[DataProto], DataProto]) -> None:
         """Put the batch again with what a colocated reward model says of it."""
-        assert self._batch is not None
-        batch, partition, step = self._batch
-        self._batch = batch.union(scored(batch)), partition, step
+        self._batch = self._batch.union(scored(self._batch))
         self._put()
 
     def _next_rows(self) -> dict[str, Any]:
@@ -112,30 +88,13 @@ class RoundBuffer:
             raise DataEndedError
         return rows
 
-    def _generate(self, prompts: DataProto, partition: str) -> None:
-        prompts = prompts.repeat(self._samples[partition], interleave=True)
-        if partition == VALIDATION:
-            padded, more = pad_dataproto_to_divisor(prompts, self._workers)
-            output = unpad_dataproto(self._rollout.generate_sequences(padded), more)
-        else:
-            output = self._rollout.generate_sequences(prompts)
-        columns = {**prompts.non_tensor_batch, **output.non_tensor_batch}
-        batch = DataProto(output.batch, columns, output.meta_info)
-        self._batch = batch, partition, int(prompts.meta_info["global_steps"])
-
     def _put(self) -> KVBatchMeta:
         """Put the batch into TransferQueue."""
-        assert self._batch is not None
-        batch, partition, step = self._batch
-        n, rows = self._samples[partition], rows_of(batch)
-        if partition == VALIDATION:
-            # As under RayPPOTrainer: one value, of which ``reward_info.per_sample`` makes columns.
-            for row in rows:
-                row["extra_fields"][REWARD_INFO] = {REWARD_INFO: row["extra_fields"].get(REWARD_INFO, {})}
-        keys = [f"{row['uid']}_{i % n}_0" for i, row in enumerate(rows)]
-        tags = [_tag(row, step) for row in rows]
-        tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(rows), tags=tags)
-        return KVBatchMeta(partition_id=partition, keys=keys, tags=tags)
+        rows = rows_of(self._batch)
+        keys = [f"{row['uid']}_{i % self._samples}_0" for i, row in enumerate(rows)]
+        tags = [_tag(row, self._batch.meta_info["global_steps"]) for row in rows]
+        tq.kv_batch_put(keys=keys, partition_id=_PARTITION, fields=list_of_dict_to_tensordict(rows), tags=tags)
+        return KVBatchMeta(partition_id=_PARTITION, keys=keys, tags=tags)
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:

@@ -1,31 +1,39 @@
 """The trainer under verl's v1: ``PPOTrainerSync``, whose batches come from the run's rounds (``training/v1/rounds.py``).
 
 verl's ``fit`` runs unchanged, in both arms. noPR is verl's ``sync``, whose batches the recipe's manager records. What the
-trainer shares with ``PartialRolloutRayPPOTrainer`` is ``TrainerRun``.
+trainer shares with ``PartialRolloutRayPPOTrainer`` is ``TrainerRun``; it validates as ``RayPPOTrainer`` does.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import transfer_queue as tq
 from omegaconf import DictConfig
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.trainer.ppo.utils import create_rl_sampler
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import need_reward_model
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.training.colocated_reward import score_batch
+from recipe.partial_rollout.training.loss import VERSION
 from recipe.partial_rollout.training.trainer_run import TrainerRun
-from recipe.partial_rollout.training.v1.rounds import TRAIN, DataEndedError, RoundBuffer
+from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffer
 
 
-class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
+class _WholeValidation:
+    """``RayPPOTrainer``'s: v1's goes through TransferQueue, and counts a failed sample as wrong instead of in no mean."""
+
+    _validate = RayPPOTrainer._validate
+    _val_metrics_update = RayPPOTrainer._val_metrics_update
+    _get_gen_batch = RayPPOTrainer._get_gen_batch
+
+
+class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
     """verl's v1 trainer with the batches of a run; ``ours`` are ``TrainerRun``'s."""
 
     tracking_of = trainer_base
@@ -35,25 +43,18 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
         super().__init__(config, **ours)
         # verl neither saves TransferQueue nor restores it: nothing in it outlives a step.
         self.trainer_mode = "sync"
+        self.use_rm = need_reward_model(config)
 
-    def _build_replay_buffer(self) -> Any:
-        return RoundBuffer(self.config)
+    def _build_replay_buffer(self) -> None:
+        """``fit`` makes it, of what it needs."""
 
     def _init_dataloader(self) -> None:
+        # With dynamic sampling verl's loader would have batches of one prompt, and epochs without a remainder.
+        algorithm = self.config.algorithm
+        filters, algorithm.filter_groups = algorithm.get("filter_groups"), None
         super()._init_dataloader()
-        data, loader = self.config.data, self.train_dataloader
-        if loader.batch_size != data.train_batch_size:
-            # With dynamic sampling verl's has batches of one prompt, and epochs without a remainder.
-            loader = StatefulDataLoader(
-                dataset=self.train_dataset,
-                batch_size=data.train_batch_size,
-                num_workers=data.dataloader_num_workers,
-                drop_last=True,
-                collate_fn=collate_fn,
-                sampler=create_rl_sampler(data, self.train_dataset),
-            )
-        self.train_dataloader = loader
-        self._offer(loader)
+        algorithm.filter_groups = filters
+        self._offer(self.train_dataloader)
 
     def _setup(self) -> None:
         """As verl's; separate engines have devices of their own and the transfer that the config asks for."""
@@ -73,44 +74,34 @@ class PartialRolloutPPOTrainer(TrainerRun, PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """As ``play``; ``agent_loop_manager`` is the arm's, of ``training/agent_loop_manager.py``."""
+        self.async_rollout_manager = agent_loop_manager
         self._connect(agent_loop_manager)
-        self.replay_buffer.connect(agent_loop_manager, self.train_dataloader)
+        samples = self.config.actor_rollout_ref.rollout.n
+        self.replay_buffer = RoundBuffer(agent_loop_manager, self.train_dataloader, samples)
         self.play(self._loop)
 
     def _loop(self) -> None:
         self._load_data()
         self.checkpoint_manager.update_weights(self.global_steps)
         try:
-            super().fit(self.replay_buffer)  # type: ignore[arg-type]
+            super().fit(self.async_rollout_manager)
         except DataEndedError:
             self._shutdown_dump_executor()
 
     def prepare_step(self) -> dict:
-        """Nothing: the batch is made when it is asked for."""
+        """The batch is made when it is asked for."""
+        self._choose_pass()
         return {}
 
-    def _load_checkpoint(self) -> None:
-        self.global_steps = 0
-        self._load_trainer(super()._load_checkpoint)
-
-    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
+    def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
+        """Of a validation's batch the scores, as ``RayPPOTrainer``'s; training's, which v1 has as keys, is put again."""
+        if isinstance(batch, DataProto):
+            return score_batch(self.reward_loop_manager, batch, self.settings)
         self.replay_buffer.score(lambda padded: score_batch(self.reward_loop_manager, padded, self.settings))
-        return batch
-
-    def _val_metrics_update(self, *args: Any, expected_acc_counts: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """As ``RayPPOTrainer``'s: v1 counts a failed sample as wrong, here it counts in no mean."""
-        return super()._val_metrics_update(*args, **kwargs)
-
-    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.proximal.recomputes(self.global_steps):
-            return super()._compute_old_log_prob(batch, metrics)
-        data = tq.kv_batch_get(batch.keys, TRAIN, select_fields=["rollout_log_probs"])
-        data["old_log_probs"] = data.pop("rollout_log_probs")
-        tq.kv_batch_put(keys=batch.keys, partition_id=TRAIN, fields=data)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.settings.enable:
             assert batch.extra_info is not None
-            self.proximal.instruct(batch.extra_info, self.global_steps)
+            batch.extra_info[VERSION] = self.global_steps - 1
         return super()._update_actor(batch, metrics)
