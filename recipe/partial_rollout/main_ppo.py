@@ -142,7 +142,7 @@ def check_and_wire(config: DictConfig) -> Path:
 def begin(config: DictConfig) -> TaskRunner:
     """Check what depends on the run's directory and data, and begin the run; what is left needs Ray."""
     from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-    from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps, check_truths
+    from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
     from recipe.partial_rollout.rollout.session import CONFIG, RunSession
     from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
 
@@ -154,7 +154,6 @@ def begin(config: DictConfig) -> TaskRunner:
     check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
     for split, dataset in (("train", runner.train_dataset), ("val", runner.val_dataset)):
         check_prompts(config, runner.tokenizer, dataset, f"data.{split}_files")
-        check_truths(config, dataset, f"data.{split}_files")
     check_rows(config, runner.train_dataset)
     check_made_of_rows(config, checkpoints, runner.train_dataset)
     session.begin()

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.rows import check_files, check_prompts, check_steps, check_truths, dataset_of
+from recipe.partial_rollout.preflight.rows import check_files, check_prompts, check_steps, dataset_of
 from recipe.partial_rollout.preflight.settings_check import check_config, check_settings
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
@@ -204,18 +204,24 @@ def files(tmp_path, resolved_config):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (pd.DataFrame([ROW]).iloc[:0], "data.train_files=.*: a file with rows; it has none"),
+        (pd.DataFrame([ROW]).iloc[:0], "data.train_files=.*: a file with rows that can be read"),
         (pd.DataFrame([without("prompt")]), "data.prompt_key=prompt: a column of .*: data_source, reward_model"),
         (pd.DataFrame([without("data_source")]), f"{READS}it has no data_source"),
         (pd.DataFrame([without("reward_model")]), f"{READS}it has no reward_model"),
-        (pd.DataFrame([{**ROW, "reward_model": "1"}]), f"{READS}its reward_model is .*string"),
-        (pd.DataFrame([{**ROW, "reward_model": {"style": "rule"}}]), f"{READS}its reward_model is struct<style"),
+        (
+            pd.DataFrame([{**ROW, "reward_model": "1"}]),
+            r"rows with reward_model.ground_truth; row 0 has reward_model='1'",
+        ),
+        (
+            pd.DataFrame([{**ROW, "reward_model": {"style": "rule"}}]),
+            r"rows with reward_model.ground_truth; row 0 has reward_model={'style': 'rule'}",
+        ),
         (
             pd.DataFrame([{**ROW, "agent_name": "mine"}]),
             "column agent_name has single_turn_agent, tool_agent; it has mine",
         ),
         (pd.DataFrame([{**ROW, "output": "1", "input": "1"}]), "a file without a column output: verl's agent loops"),
-        ("no parquet", r"data.train_files=.*: a file that can be read \(Arrow"),
+        ("no parquet", r"data.train_files=.*: a file with rows that can be read \(Arrow"),
     ],
 )
 def test_data_file_that_verl_cannot_train_on_is_refused(files, rows, message):
@@ -226,11 +232,15 @@ def test_data_file_that_verl_cannot_train_on_is_refused(files, rows, message):
 
 def test_only_what_verl_reads_is_taken_for_data(files):
     check_files(files(pd.DataFrame([ROW])))
-    check_files(files('{"prompt": [], "data_source": "a", "reward_model": {}}\n', name="train.jsonl"))
+    check_files(files(json_lines(ROW), name="train.jsonl"))
     with pytest.raises(ConfigError, match=r"a file of \.parquet, \.json, \.jsonl"):
         check_files(files("x = 1", name="train.py"))
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a file with rows that can be read"):
         check_files(files("{{", name="train.json"))
+    with pytest.raises(ConfigError, match="a file with rows that can be read"):
+        check_files(files("", name="train.json"))
+    with pytest.raises(ConfigError, match="column agent_name has single_turn_agent, tool_agent; it has mine"):
+        check_files(files(json_lines({**ROW, "agent_name": "mine"}), name="train.json"))
     check_files(files("x", "data.custom_cls.path=own.py", name="train.py"))
     check_files(files(pd.DataFrame([without("data_source")]), *SCORED_BY_MODEL))
 
@@ -254,7 +264,7 @@ def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(file
     # A loop of the user's own may score its samples itself.
     loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
     check_files(files(pd.DataFrame([without("reward_model")]), none, loops))
-    assert not any(capsys.readouterr())
+    assert not capsys.readouterr().out
 
 
 NULL, WORDS = {**ROW, "reward_model": None}, {**ROW, "reward_model": "one"}
@@ -272,29 +282,39 @@ NULL, WORDS = {**ROW, "reward_model": None}, {**ROW, "reward_model": "one"}
             pd.DataFrame([ROW, {**ROW, "prompt": [{"role": "user", "content": "1" * 99}]}]),
             "the tokens of row 1 of data.",
         ),
-        (json_lines(ROW) + "{", "files whose rows make one table"),
+        (json_lines(ROW) + "{", "a file with rows that can be read"),
     ],
 )
 def test_row_that_verl_would_break_on_in_midst_of_a_run_is_named(files, tmp_path, model, rows, said, split):
     """The first three ended a run at its first validation, the fourth without a word of the key."""
     name = f"{split}.jsonl" if isinstance(rows, str) else f"{split}.parquet"
     config = files(rows, "data.filter_overlong_prompts=False", name=name)
+    pd.DataFrame([ROW]).to_parquet(tmp_path / "good.parquet")
+    config.data.train_files = config.data.val_files = f"{tmp_path}/good.parquet"
     config.data[f"{split}_files"] = f"{tmp_path}/{name}"
     tokenizer, key = build_tokenizer(), f"data.{split}_files"
     with pytest.raises(ConfigError, match=rf"^data\.(max_prompt_length|{split}_files)=.*{re.escape(said)}") as caught:
-        dataset = dataset_of(config, split, tokenizer)
-        check_prompts(config, tokenizer, dataset, key)
-        check_truths(config, dataset, key)
+        check_files(config)
+        check_prompts(config, tokenizer, dataset_of(config, split, tokenizer), key)
     assert "\n" not in str(caught.value)
 
 
 def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(files):
     loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
     config = files(pd.DataFrame([NULL]), loops)
-    dataset = dataset_of(config, "train", build_tokenizer())
-    check_truths(config, dataset)
+    check_files(config)
+    config.data.val_files = config.data.train_files
     with pytest.raises(ConfigError, match="row 0 has reward_model=None"):
-        check_truths(config, dataset, "data.val_files")
+        check_files(config)
+
+
+def test_files_of_one_split_make_one_table(files, tmp_path):
+    config = files(pd.DataFrame([ROW]))
+    pd.DataFrame([{**ROW, "data_source": 7}]).to_parquet(tmp_path / "other.parquet")
+    config.data.train_files = [config.data.train_files, f"{tmp_path}/other.parquet"]
+    check_files(config)
+    with pytest.raises(ConfigError, match=r"data\.train_files=.*: files whose rows make one table \("):
+        dataset_of(config, "train", build_tokenizer())
 
 
 OWN = """

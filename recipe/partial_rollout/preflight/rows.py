@@ -6,17 +6,14 @@ checkpoint cannot hold.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
+from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
@@ -44,7 +41,7 @@ _ROWS = 256
 
 
 def check_files(config: DictConfig) -> None:
-    """Raise ``ConfigError`` for a data file that verl's dataset cannot read, or that lacks rows or columns.
+    """Raise ``ConfigError`` for a data file that verl's dataset cannot read, or whose columns or rows a run would break on.
 
     A dataset class of the user's own reads what it likes.
     """
@@ -53,58 +50,46 @@ def check_files(config: DictConfig) -> None:
     for key, name in data_files(config):
         if not name.endswith(_KINDS):
             raise fail(key, name, "a file of " + ", ".join(_KINDS))
-        with refusing(key, name, "a file that can be read", (pa.ArrowException, OSError, ValueError)):
-            columns, rows = _read(Path(name).expanduser())
-        if not rows:
-            raise fail(key, name, "a file with rows; it has none")
-        _check_columns(config, key, name, columns)
+        reader = "parquet" if name.endswith(".parquet") else "json"
+        with refusing(key, name, "a file with rows that can be read"):
+            # As verl reads it, which finds it in the cache then.
+            table: Any = load_dataset(reader, data_files=name, split="train")
+        _check_columns(config, key, name, table)
 
 
-def _read(path: Path) -> tuple[dict[str, pa.DataType | None], int]:
-    """Columns of a file, with their types if it says them, and how many rows it has; of a JSON file, whether it has any."""
-    if path.suffix == ".parquet":
-        file = pq.ParquetFile(path)
-        return {field.name: field.type for field in file.schema_arrow}, file.metadata.num_rows
-    with path.open() as lines:
-        first = next((line for line in lines if line.strip()), "")
-    try:
-        row = json.loads(first or "{}")
-    except json.JSONDecodeError:
-        # One value over many lines.
-        row = json.loads(path.read_text())
-    row = row[0] if isinstance(row, list) and row else row
-    return (dict.fromkeys(row), 1) if isinstance(row, dict) and row else ({}, 0)
-
-
-def _check_columns(config: DictConfig, key: str, name: str, columns: dict[str, pa.DataType | None]) -> None:
+def _check_columns(config: DictConfig, key: str, name: str, table: Any) -> None:
+    columns = table.column_names
     if config.data.prompt_key not in columns:
         raise fail("data.prompt_key", config.data.prompt_key, f"a column of {name}: {', '.join(columns)}")
-    if taken := sorted(_TAKEN & columns.keys()):
+    if taken := sorted(_TAKEN & {*columns}):
         raise fail(key, name, f"a file without a column {taken[0]}: verl's agent loops have an argument of that name")
     loops = [config.actor_rollout_ref.rollout.agent.default_agent_loop]
-    if columns.get(_LOOP) is not None:
-        known = agent_loops(config)
-        loops = pq.read_table(Path(name).expanduser(), columns=[_LOOP])[_LOOP].unique().to_pylist()
+    if _LOOP in columns:
+        loops, known = table.unique(_LOOP), agent_loops(config)
         for loop in loops:
             if loop not in known:
                 raise fail(key, name, f"a file whose column {_LOOP} has {', '.join(sorted(known))}; it has {loop}")
     # A loop of the user's own may score its samples itself.
-    if _rewards_by_rows(config) and all(is_verls_loop(config, loop) for loop in loops):
+    scored = _rewards_by_rows(config) and all(is_verls_loop(config, loop) for loop in loops)
+    if scored:
         manager = config.reward.reward_manager.name
         reads = f"a file with columns data_source and reward_model.ground_truth, which reward manager {manager} reads"
         for column in ("data_source", "reward_model"):
             if column not in columns:
                 raise fail(key, name, f"{reads}; it has no {column}")
-        kind: Any = columns["reward_model"]
-        if kind is not None and not (pa.types.is_struct(kind) and kind.get_field_index("ground_truth") >= 0):
-            raise fail(key, name, f"{reads}; its reward_model is {kind}")
-        if kind is not None and not config.reward.custom_reward_function.path:
-            _check_sources(name)
+        if not config.reward.custom_reward_function.path:
+            _check_sources(name, table)
+    # A validation looks into it whoever scores.
+    if "reward_model" in columns and (scored or key != _TRAIN):
+        for row, truth in enumerate(table["reward_model"]):
+            if not isinstance(truth, Mapping) or (scored and "ground_truth" not in truth):
+                words = f"rows with reward_model.ground_truth; row {row} has reward_model={truth!r:.60}"
+                raise fail(key, name, words)
 
 
-def _check_sources(name: str) -> None:
+def _check_sources(name: str, table: Any) -> None:
     """Raise ``ConfigError`` for a ``data_source`` of the file that verl has no reward function for."""
-    for source in pq.read_table(Path(name).expanduser(), columns=["data_source"])["data_source"].unique().to_pylist():
+    for source in table.unique("data_source"):
         try:
             # What verl has fails otherwise, for there is nothing to score; one of them prints.
             with redirect_stdout(StringIO()):
@@ -174,20 +159,6 @@ def check_prompts(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], ke
     """Raise ``ConfigError`` if a prompt is longer than ``data.max_prompt_length`` tokens, unless verl leaves such out."""
     if not config.data.filter_overlong_prompts:
         check_lengths(config, prompt_lengths(config, tokenizer, dataset, key), key)
-
-
-def check_truths(config: DictConfig, dataset: Any, key: str = _TRAIN) -> None:
-    """Raise ``ConfigError`` for a row whose ``reward_model`` has no keys: verl's reward managers read it, and a validation
-    looks into it whoever scores."""
-    frame: Any = getattr(dataset, "dataframe", None)
-    names = getattr(frame, "column_names", ())
-    own = _LOOP in names or not is_verls_loop(config, at(config, "rollout.agent.default_agent_loop"))
-    if "reward_model" not in names or (key == _TRAIN and (own or not _rewards_by_rows(config))):
-        return
-    for row, truth in enumerate(frame["reward_model"]):
-        if not isinstance(truth, Mapping):
-            allowed = f"rows with reward_model.ground_truth; row {row} has reward_model={truth!r:.60}"
-            raise fail(key, at(config, key), allowed)
 
 
 def check_lengths(config: DictConfig, lengths: np.ndarray, key: str = _TRAIN) -> None:

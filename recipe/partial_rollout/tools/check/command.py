@@ -36,7 +36,6 @@ from recipe.partial_rollout.preflight.rows import (
     check_prompts,
     check_rows,
     check_steps,
-    check_truths,
     dataset_of,
     prompt_lengths,
 )
@@ -142,8 +141,6 @@ def _check_contents(config: DictConfig) -> str:
     over = int((lengths > data.max_prompt_length).sum())
     held_out = dataset_of(config, "val", tokenizer)
     check_prompts(config, tokenizer, held_out, "data.val_files")
-    check_truths(config, dataset)
-    check_truths(config, held_out, "data.val_files")
     check_steps(config, len(lengths) - over, len(held_out))
     return (
         f"{len(lengths):,}, median {np.median(lengths):.0f} tokens, longest {lengths.max()}; {over:,} longer than "
