@@ -27,7 +27,14 @@ def task(tmp_path_factory):
     directory = tmp_path_factory.mktemp("task")
     core = Tokenizer(models.WordLevel({str(i): i for i in range(10)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="0").save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
+    sizes = {
+        "model_type": "qwen3",
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
+    (directory / "config.json").write_text(json.dumps(sizes))
     (directory / "data.parquet").write_bytes(b"")
     return directory
 
@@ -75,7 +82,10 @@ def with_model(task, tmp_path, configure):
     return build
 
 
-SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+SMOLLM2 = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 1,
+    "num_attention_heads": 9,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -84,8 +94,8 @@ SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "inte
         (SMOLLM2, (), 108),
         (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), 64),
         (SMOLLM2, ("actor_rollout_ref.actor.fsdp_config.model_dtype=null",), 108),
-        ({"vocab_size": 10, "hidden_size": 4096, "intermediate_size": 14336}, (), 224),
-        ({"vocab_size": 10, "text_config": SMOLLM2}, (), 108),
+        ({**SMOLLM2, "hidden_size": 512, "intermediate_size": 114688, "num_attention_heads": 8}, (), 224),
+        ({"model_type": "gemma3", "vocab_size": 10, "text_config": {**SMOLLM2, "model_type": "gemma3_text"}}, (), 108),
         ({"vocab_size": 10}, (), 2048),
         (SMOLLM2, (f"{BUCKET}=300",), 300),
     ],

@@ -21,7 +21,6 @@ from verl.utils.torch_dtypes import FLOAT_LIST
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
-from recipe.partial_rollout.waits import one_line
 from verl_ext.guard import UnsupportedVersionError
 from verl_ext.v1 import has_queue
 
@@ -30,7 +29,7 @@ CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
 """that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
 BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB, _VERLS_MIB = 64, 2048
-"""a bucket for small models, and verl's default, for a model whose sizes are not known"""
+"""a bucket for small models, and verl's default, for a model that cannot be built here"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
@@ -47,7 +46,7 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
         except ConfigError as error:
             yield error
     for key, name in data_files(config):
-        if not Path(name).expanduser().is_file():
+        if not Path(name).is_file():
             yield fail(key, name, f"an existing parquet file{_how_to_write(config)}")
     nodes = config.trainer.nnodes
     if nodes > 1 and not (os.environ.get("RAY_ADDRESS") or at(config, "ray_kwargs.ray_init.address")):
@@ -92,18 +91,15 @@ def model_config(path: str, key: str = MODEL, name: str = "config.json") -> dict
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    local, words = Path(path).expanduser(), f"a local model directory with {name}, or a model of the hub"
     # Of a config alone verl takes the file, too.
-    local = local if key.endswith("hf_config_path") and local.is_file() else local / name
-    try:
+    local = Path(path) if key.endswith("hf_config_path") and Path(path).is_file() else Path(path) / name
+    words = (
+        f"a local model directory with {name}, or a model of the hub such as Qwen/Qwen3-4B; where the hub cannot be "
+        f"reached, `hf download {path} --local-dir DIR` elsewhere, then MODEL=DIR or this key"
+    )
+    # The hub's client raises what its transport raises; whatever it is, the model is not here.
+    with refusing(key, path, words):
         return json.loads((local if local.is_file() else _of_hub(path, name)).read_text())
-    except ValueError as error:
-        # Neither JSON nor a name that the hub would have.
-        raise fail(key, path, f"{words} such as Qwen/Qwen3-4B ({one_line(error)})") from error
-    except Exception as error:
-        # The client raises what its transport raises; whatever it is, the model is not here.
-        remedy = f"`hf download {path} --local-dir DIR` where the hub can be reached, then MODEL=DIR or this key"
-        raise fail(key, path, f"{words}, which does not give it ({one_line(error)}): {remedy}") from error
 
 
 def reach_hub() -> None:
@@ -138,19 +134,12 @@ def fetch_model(config: DictConfig) -> None:
 
 def local_model(path: str, *, offline: bool = True) -> Path:
     """The directory of a model, which is local or was downloaded from the hub; unless ``offline`` it is downloaded now."""
-    local = Path(path).expanduser()
-    if (local / "config.json").is_file():
-        return local
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
     from huggingface_hub import snapshot_download
 
     left_out = ["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]
     return Path(snapshot_download(path, ignore_patterns=left_out, local_files_only=offline))
-
-
-def _source(path: str) -> str:
-    """A local directory, or the name of a model of the hub, as transformers takes it."""
-    local = Path(path).expanduser()
-    return str(local) if local.is_dir() else path
 
 
 def check_model(config: DictConfig) -> None:
@@ -172,7 +161,7 @@ def check_vocabulary(config: DictConfig) -> None:
     path = str(model.path)
     config_json = model_config(path)
     rows = (config_json.get("text_config") or config_json).get("vocab_size")
-    name = _source(model.get("tokenizer_path") or path)
+    name = model.get("tokenizer_path") or path
     with refusing(MODEL, path, "a model whose tokenizer loads"):
         tokens = len(AutoTokenizer.from_pretrained(name, trust_remote_code=model.get("trust_remote_code", False)))
     if rows is None or tokens == rows:
@@ -217,16 +206,9 @@ def _check_adapters(config: DictConfig) -> None:
     trains_new = trains_adapters(config) and not model.get("lora_adapter_path")
     if not trains_new or targets in (None, "all-linear") or config.actor_rollout_ref.actor.strategy == "megatron":
         return
-    remote = {"trust_remote_code": model.get("trust_remote_code", False)}
-    try:
-        layout = AutoConfig.from_pretrained(_source(model.path), **remote)
-        with torch.device("meta"):
-            modules = dict(AutoModelForCausalLM.from_config(layout, **remote).named_modules())
-    except Exception:
-        # A model of another kind, or one that lacks what its own code imports: its worker tells.
-        return
+    modules = dict(without_weights(config).named_modules())
     adapters = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
-    if not any(check_target_module_exists(adapters, name) for name in modules):
+    if len(modules) > 1 and not any(check_target_module_exists(adapters, name) for name in modules):
         found = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
         words = f"all-linear, or some of {', '.join(sorted(found))}, or a pattern of their names"
         raise fail("actor_rollout_ref.model.target_modules", targets, words)
@@ -247,30 +229,34 @@ def size_bucket(config: DictConfig) -> None:
     each must fit; with IPC verl sends a larger one by itself.
 
     Raises:
-        ConfigError: the number is too small, or there is no model to read.
+        ConfigError: the number is too small.
     """
     from verl.utils.device import is_support_ipc
 
     given = at(config, BUCKET)
     if given is not None and is_support_ipc():
         return
-    numbers = largest_matrix(model_config(str(config.actor_rollout_ref.model.path)))
-    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20)) if numbers else None
+    numbers = max((each.numel() for each in without_weights(config).parameters()), default=0)
+    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20))
     if given is None:
         OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
-    elif needed and given < needed:
+    elif given < needed:
         raise fail(BUCKET, given, f"at least {needed}, or null: the model's largest tensor must fit the bucket here")
 
 
-def largest_matrix(config: Mapping[str, Any]) -> int | None:
-    """Numbers in the largest matrix of any decoder, embedding or feed-forward; None if its ``config.json`` lacks the sizes.
+def without_weights(config: DictConfig) -> torch.nn.Module:
+    """The model's modules, on torch's meta device; an empty one where transformers cannot build it from its config.
 
-    >>> largest_matrix({"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}) * 4 >> 20
-    108
+    A model of another kind, or one that lacks what its own code imports, is its worker's to tell of.
     """
-    text = config.get("text_config") or config
-    rows = max(text.get("vocab_size") or 0, text.get("intermediate_size") or 0)
-    return rows * (text.get("hidden_size") or 0) or None
+    model = config.actor_rollout_ref.model
+    remote = {"trust_remote_code": model.get("trust_remote_code", False)}
+    try:
+        layout = AutoConfig.from_pretrained(model.path, **remote)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(layout, **remote)
+    except Exception:
+        return torch.nn.Module()
 
 
 class Package(NamedTuple):

@@ -122,7 +122,7 @@ def _made_of(config: DictConfig) -> dict[str, Any]:
     facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
     model = config.actor_rollout_ref.model
     directory = local_model(str(model.path))
-    tokenizer = Path(model.get("tokenizer_path") or directory).expanduser()
+    tokenizer = Path(model.get("tokenizer_path") or directory)
     return facts | {MODEL: model_identity(directory, tokenizer if tokenizer.is_dir() else local_model(str(tokenizer)))}
 
 
