@@ -177,10 +177,8 @@ def is_verls_loop(config: DictConfig, name: str) -> bool:
 
 
 def _needs(key: str, value: Any, kind: type, base: type) -> None:
-    """Refuse a class without the methods that ``base`` leaves to it, or with one that is not a coroutine as there."""
+    """Refuse a class without the methods, all coroutines, that ``base`` of verl's leaves to it."""
     for name in sorted(base.__abstractmethods__):
         own = getattr(kind, name, None)
-        if own is None or getattr(own, "__isabstractmethod__", False):
-            raise fail(key, value, f"a class with verl's method {name}; {kind.__name__} lacks it")
-        if inspect.iscoroutinefunction(getattr(base, name)) and not inspect.iscoroutinefunction(own):
-            raise fail(key, value, f"a class whose method {name} is async; {kind.__name__}'s is not")
+        if getattr(own, "__isabstractmethod__", False) or not inspect.iscoroutinefunction(own):
+            raise fail(key, value, f"a class with an async method {name}, as verl calls it; {kind.__name__} has none")
