@@ -5,11 +5,13 @@ declaration is the only place that knows a key: hydra gets its default from it (
 checked against it (``read``), and the README's table is made from it (``declarations``).
 
 OmegaConf could check types itself, but it accepts 0 as a flag, ``"3"`` as an integer and an enum's Python name as its
-value, and its errors take three lines. So hydra gets plain values, and ``read`` does the checking.
+value, and its errors take three lines. So hydra gets plain values, and ``read`` has msgspec check them.
 
+>>> from typing import Annotated
+>>> from msgspec import Meta
 >>> @dataclass(frozen=True)
 ... class Tea:
-...     minutes: float = key(3.5, "How long it brews.", above=0)
+...     minutes: Annotated[float, Meta(gt=0)] = key(3.5, "How long it brews.")
 >>> defaults_of(Tea), read(Tea, {"minutes": 4}, "tea")
 ({'minutes': 3.5}, {'minutes': 4.0})
 >>> read(Tea, {"minutes": -1}, "tea")
@@ -19,16 +21,16 @@ recipe.partial_rollout.config.keys.ConfigError: tea.minutes=-1: a number above 0
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
+from msgspec import inspect
+from msgspec.inspect import type_info
 
 from recipe.partial_rollout.waits import one_line
 
@@ -52,6 +54,9 @@ def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tu
         raise fail(key, value, f"{allowed} ({one_line(error.__cause__ or error)})") from error
 
 
+FINITE = sys.float_info.max
+"""at most so much is what may not be infinite, which goes without saying"""
+LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
 
@@ -63,43 +68,21 @@ class Key:
     name: str = ""
     """dotted, such as ``deadlines.stall_s``; what ends so is in seconds"""
     kind: Any = None
-    """type, as annotated"""
+    """type, as annotated; its limits are msgspec's"""
     default: Any
     words: str
     """its meaning, for the README's table"""
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float = math.inf
-    word: str | float | None = None
-    """a word, or infinity, that the key accepts besides numbers"""
     null: str | None = None
     """what null stands for, if the settings fill it in; for the README's table"""
-
-    def allowed(self, kind: Any, *, nullable: bool) -> str:
-        """The values that it may have, each a ``kind``, in words."""
-        if get_origin(kind) is tuple:
-            words = "[low, high], each " + self.allowed(get_args(kind)[0], nullable=False)
-        elif issubclass(kind, StrEnum):
-            words = "one of " + ", ".join(kind)
-        else:
-            number = "an integer" if kind is int else "seconds" if self.name.endswith("_s") else "a number"
-            least = f"above {self.above:g}" if self.above is not None else f"of at least {self.at_least:g}"
-            words = f"{number} {least}" + (f" and at most {self.at_most:g}" if self.at_most < math.inf else "")
-        return ", or ".join([words, *([str(self.word)] if self.word else []), *(["null"] if nullable else [])])
-
-    def within(self, number: float) -> bool:
-        """Whether a number is in the limits."""
-        high_enough = number > self.above if self.above is not None else number >= (self.at_least or 0)
-        return math.isfinite(number) and high_enough and number <= self.at_most
 
 
 _PART = "part"
 """in the metadata of a section's field: its ``Key``, or the section inside"""
 
 
-def key(default: Any, words: str, **limits: Any) -> Any:
-    """A field of a section: a key with its default and meaning; ``limits`` are ``Key``'s."""
-    return field(default=default, metadata={_PART: Key(default=default, words=words, **limits)})
+def key(default: Any, words: str, null: str | None = None) -> Any:
+    """A field of a section: a key with its default and meaning, and what null stands for."""
+    return field(default=default, metadata={_PART: Key(default=default, words=words, null=null)})
 
 
 def section(kind: type) -> Any:
@@ -109,7 +92,7 @@ def section(kind: type) -> Any:
 
 def _parts(kind: type) -> Iterator[tuple[str, Key | type]]:
     """Keys and sections of ``kind``, by name; fields not made by ``key`` or ``section`` are left out."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for item in fields(kind):
         part = item.metadata.get(_PART)
         if part is not None:
@@ -147,12 +130,12 @@ def read(kind: type, node: Any, at: str) -> dict[str, Any]:
     """
     if not isinstance(node, Mapping):
         raise fail(at, node, "its keys: " + ", ".join(name for name, _ in _parts(kind)))
-    names = {declared.name for declared in declarations(kind)}
+    names = [declared.name for declared in declarations(kind)]
     sections = {name.rpartition(".")[0] for name in names}
     for name, value in leaves(node):
         # A section that is no mapping is refused below.
-        if name not in names | sections:
-            raise unknown(kind, name, value, at)
+        if name not in {*names, *sections}:
+            raise fail(f"{at}.{name}", value, no_such(name, names, f"{at}.", otherwise=LISTED))
     values = {}
     for name, part in _parts(kind):
         path = f"{at}.{name}"
@@ -169,38 +152,46 @@ def checked(path: str, value: Any, declared: Key) -> Any:
     Raises:
         ConfigError: in one line.
     """
-    kinds = get_args(declared.kind) if isinstance(declared.kind, UnionType) else (declared.kind,)
-    nullable = NoneType in kinds or declared.null is not None
-    (plain,) = (each for each in kinds if each is not NoneType)
-    if (value is None and nullable) or (declared.word is not None and value == declared.word):
-        return value
-    if plain is bool:
-        flag = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
-        if flag is None:
-            raise fail(path, value, "true or false")
-        return flag
-    refused = fail(path, value, declared.allowed(plain, nullable=nullable))
+    if value is None and declared.null is not None:
+        return None
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    if declared.kind is bool:
+        given = _FLAGS.get(str(value).lower(), value)
     try:
-        found: Any = msgspec.convert(given, plain)
+        return msgspec.convert(given, declared.kind)
     except msgspec.ValidationError:
-        raise refused from None
-    if isinstance(found, str):
-        return found
-    numbers: Any = found if isinstance(found, tuple) else [found]
-    if not all(map(declared.within, numbers)):
-        raise refused
-    return found
+        words = allowed(type_info(declared.kind), "seconds" if path.endswith("_s") else "a number")
+        raise fail(path, value, words + (", or null" if declared.null else "")) from None
+
+
+def allowed(kind: inspect.Type, number: str = "a number") -> str:
+    """The values of a ``kind`` in words; ``number`` is what they call one that need not be whole."""
+    match kind:
+        case inspect.UnionType():
+            return ", or ".join(allowed(each, number) for each in kind.types)
+        case inspect.NoneType():
+            return "null"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.EnumType():
+            return "one of " + ", ".join(map(str, kind.cls))
+        case inspect.TupleType():
+            return "[low, high], each " + allowed(kind.item_types[0], number)
+        case inspect.IntType() | inspect.FloatType():
+            words = number if isinstance(kind, inspect.FloatType) else "an integer"
+            for limit, bound in (("above", kind.gt), ("of at least", kind.ge), ("and at most", kind.le)):
+                words += "" if bound in (None, FINITE) else f" {limit} {bound:g}"
+            return words
+    raise TypeError(f"no key has a {kind}")
 
 
 # -- keys that do not exist --------------------------------------------------------------------------------------------
 
 
-def unknown(kind: type, name: str, value: object, at: str) -> ConfigError:
-    """The error for a key that section ``kind``, at path ``at``, does not have."""
-    near = nearest(name, [declared.name for declared in declarations(kind)])
-    hint = f"did you mean {at}.{near}?" if near else "python -m recipe.partial_rollout.tools keys lists all"
-    return fail(f"{at}.{name}", value, f"no such key; {hint}")
+def no_such(name: str, names: Iterable[str], at: str, why: str = "", otherwise: str = "") -> str:
+    """What is said of key ``name``, which is none of ``names``, all relative to path ``at``, which ends with a dot."""
+    near = nearest(name, list(names))
+    return f"no such key{why}" + (f"; did you mean {at}{near}?" if near else otherwise)
 
 
 def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 from hydra.core.config_store import ConfigStore
+from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.keys import defaults_of, fail, key, read, section
+from recipe.partial_rollout.config.keys import FINITE, defaults_of, fail, key, read, section
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -107,9 +109,10 @@ class TrustRegion(Choice):
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def seconds(default: float, words: str) -> float:
-    """A key in seconds, above 0."""
-    return key(default, words, above=0)
+Positive = Annotated[float, Meta(gt=0, le=FINITE)]
+Number = Annotated[float, Meta(ge=0, le=FINITE)]
+Whole = Annotated[int, Meta(ge=0)]
+FromOne = Annotated[int, Meta(ge=1)]
 
 
 def whole(groups: float) -> int:
@@ -122,12 +125,11 @@ class Scheduling:
     """``partial_rollout.scheduling``."""
 
     policy: SchedulingPolicy = key(SchedulingPolicy.BOUNDED, "Which sample runs next.")
-    overtake: float | None = key(
+    overtake: Number | None = key(
         None,
         "How far a group may overtake an older one, as a share of N: a group is trained at most `floor(overtake * N)` "
         "positions of the data ahead of a group that is not. A small share keeps the batches' lengths those of the data, "
         "for more waiting. 0: prompts run and train in the order of the data, whatever the policy. `null`: no limit.",
-        at_least=0,
     )
 
     def positions(self, batch_groups: int) -> int | None:
@@ -143,30 +145,28 @@ class Scheduling:
 class Deadlines:
     """``partial_rollout.deadlines``: seconds after which a wait ends the run with an error."""
 
-    stall_s: float = seconds(
+    stall_s: Positive = key(
         1800,
         "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends. A "
         "tool or reward within its own deadline is no stall.",
     )
-    reward_s: float = seconds(300, "Seconds for one call of the reward function.")
-    interrupt_s: float = seconds(
+    reward_s: Positive = key(300, "Seconds for one call of the reward function.")
+    interrupt_s: Positive = key(
         60,
         "Seconds for all replicas to become quiet, or to resume; for all samples to be collected, or granted, once the "
         "trainer waits for it; for the outputs of a batch to be fetched; for a colocated reward model to wake up or sleep.",
     )
-    weight_sync_s: float = seconds(600, "Seconds for one weight sync.")
+    weight_sync_s: Positive = key(600, "Seconds for one weight sync.")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
     """``partial_rollout.tools``."""
 
-    release_after_s: float = key(
+    release_after_s: Annotated[float, Meta(ge=0)] = key(
         0.1,
         "Seconds without an engine call, whatever a sample awaits (a tool, its reward, a place in a sandbox), after which "
         "it gives its slot to another, until it needs the engine again. `inf`: it keeps its slot.",
-        at_least=0,
-        word=math.inf,
     )
 
 
@@ -174,40 +174,35 @@ class ToolCalls:
 class FailureLimits:
     """``partial_rollout.failures``: how much may go wrong before the run ends."""
 
-    sample_retries: int | None = key(
+    sample_retries: Whole | None = key(
         2,
         "Retries, from its journal, of a sample whose agent loop or reward function raises, whose request vLLM refuses, or "
         "that takes too long; then it is masked: its group trains without its tokens. `null`: the first failure ends the "
         "run.",
-        at_least=0,
     )
-    tool_timeout_s: float | None = seconds(
+    tool_timeout_s: Positive | None = key(
         600,
         "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "
         "retry calls again, the tool says ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
     )
-    sample_timeout_s: float | None = seconds(
+    sample_timeout_s: Positive | None = key(
         1200,
         "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
         "slot, the next round, the engine and the reward have deadlines of their own and do not count. In validation the "
         "run ends. At least `tool_timeout_s`. `null`: no limit.",
     )
-    max_masked_fraction: float = key(
+    max_masked_fraction: Annotated[float, Meta(ge=0, le=1)] = key(
         0.25,
         "Share of a batch's samples that may be masked; above it the run ends.",
-        at_least=0,
-        at_most=1,
     )
-    worker_restarts: int = key(
+    worker_restarts: Whole = key(
         3,
         "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals. Each of "
         "verl's reward workers may be restarted as often.",
-        at_least=0,
     )
-    replica_restarts: int = key(
+    replica_restarts: Whole = key(
         1,
         "vLLM replicas that may be restarted over the whole run, while others are alive (not run on a GPU).",
-        at_least=0,
     )
 
 
@@ -236,11 +231,10 @@ class PartialRolloutConfig:
     enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
     placement: Placement = key(Placement.COLOCATED, "Where the engines run.")
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
-    overlap: float = key(
+    overlap: Annotated[float, Meta(gt=-1, le=FINITE)] = key(
         1.0,
         "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
         "whose mean is about the overlap. Below 0: april alone.",
-        above=-1,
     )
     drain: bool = key(
         True,
@@ -248,17 +242,15 @@ class PartialRolloutConfig:
         "`true`: the last rounds admit only what is still trained. `false`: all rounds are alike, the last checkpoint "
         "holds what is in flight, and a training resumed with more steps continues it.",
     )
-    max_staleness: int = key(
+    max_staleness: Whole = key(
         4,
         "Most versions between a sample's first token and the update that trains it. A round waits for a group that has "
         "reached it.",
-        at_least=0,
     )
-    slots_per_replica: int = key(
+    slots_per_replica: FromOne = key(
         None,
         "Samples that run at once on a replica. `null`: at most `rollout.max_num_seqs`, and no more than its KV cache "
         "holds; a line at start says how many and why ([docs/tuning.md](../../docs/tuning.md)).",
-        at_least=1,
         null="by KV",
     )
     scheduling: Scheduling = section(Scheduling)
@@ -271,11 +263,10 @@ class PartialRolloutConfig:
         "How far the trained policy may move from the one that sampled a token. A masked token has no gradient; it still "
         "counts in the mean ([docs/learning.md](../../docs/learning.md#trust-region)).",
     )
-    trust_region_bounds: tuple[float, float] | None = key(
+    trust_region_bounds: tuple[Positive, Positive] | None = key(
         None,
         "How far below and above ratio 1 the region reaches, `[low, high]`. `null`: `actor.clip_ratio_low` and "
         "`clip_ratio_high`.",
-        above=0,
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
     reward_in_worker: bool = key(
@@ -283,12 +274,11 @@ class PartialRolloutConfig:
         "Score in the agent-loop workers instead of verl's reward workers, which saves a round trip a sample. For cheap "
         "functions without a reward model; also under noPR.",
     )
-    reward_concurrency: int = key(
+    reward_concurrency: FromOne = key(
         None,
         "Samples of an agent-loop worker that are scored at once; others wait, and no clock runs for them. `null`: the "
         "cluster's cores, divided by the workers; no limit where verl's reward model or sandbox service scores. Raise it "
         "for a function that waits for a service of yours. Also under noPR.",
-        at_least=1,
         null="by cores",
     )
     tools: ToolCalls = section(ToolCalls)

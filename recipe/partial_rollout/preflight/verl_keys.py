@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -26,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.partial_rollout.config.keys import ConfigError, fail, leaves, nearest, unknown
+from recipe.partial_rollout.config.keys import LISTED, ConfigError, declarations, fail, leaves, no_such
 from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
 from recipe.partial_rollout.waits import one_line
 
@@ -85,7 +85,10 @@ def check_verl_keys(config: DictConfig) -> None:
     Raises:
         ConfigError: for the first of them, in one line.
     """
-    found = list(_all_mistakes(config))
+    given: Any = OmegaConf.to_container(config)
+    own_rows = OmegaConf.select(config, "data.custom_cls.path")
+    sections = {name: given.get(name) for name in _declared()}
+    found = list(_mistakes(sections, _declared(), free=("data.",) if own_rows else ()))
     # Many keys copy others. The one that the user has set is to be named.
     copies = {path for path, value in leaves(_declared(resolve=False)) if "${" in str(value)}
     for path, value, allowed in sorted(found, key=lambda each: each[0] in copies):
@@ -114,32 +117,21 @@ def _declared(*, resolve: bool = True) -> dict[str, Any]:
     return {name: merged[name] for name in dict.fromkeys(("data", "trainer", *merged))}
 
 
-def _all_mistakes(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
-    own_rows = bool(OmegaConf.select(config, "data.custom_cls.path"))
-    for name, default in _declared().items():
-        given = OmegaConf.select(config, name)
-        if not isinstance(given, DictConfig):
-            yield name, given, _section(name, default)
-            continue
-        section: Any = OmegaConf.to_container(given)
-        yield from _mistakes(section, default, name, any_key=own_rows and name == "data")
-
-
 def _mistakes(
-    node: Mapping[Any, Any], known: Any, path: str, *, any_key: bool = False, kind: Any = None
+    node: Mapping[Any, Any], known: Any, path: str = "", *, free: tuple[str, ...] = (), kind: Any = None
 ) -> Iterator[tuple[str, Any, str]]:
     """Key, value and what is allowed, for each mistake in ``node``.
 
     Args:
         known: verl's defaults of the node.
-        path: of the node.
-        any_key: whether it takes keys that verl does not know.
+        path: of the node, with a dot at its end.
+        free: what keys begin with that verl need not know.
         kind: its type, as annotated in the dataclass around it.
     """
     known = known if isinstance(known, Mapping) else {}
     hints = _hints(node.get(_TARGET) or kind)
     for name, value in node.items():
-        at = f"{path}.{name}"
+        at = f"{path}{name}"
         default = known.get(name)
         if at in _OPEN or name == _TARGET:
             continue
@@ -149,8 +141,10 @@ def _mistakes(
         if at in _HANDED_ON and isinstance(value, Mapping):
             yield from _unknown(value, at)
             continue
-        if not (any_key or name in known or name in hints or not known | hints or _is_read(path, str(name))):
-            yield at, value, _no_such(path, str(name), "nothing reads it", [*known, *hints])
+        if not (
+            at.startswith(free) or name in known or name in hints or not known | hints or _is_read(path, str(name))
+        ):
+            yield at, value, no_such(str(name), [*known, *hints], path, ", nothing reads it")
         if isinstance(default, Mapping) and not isinstance(value, Mapping | None):
             yield at, value, _section(at, default)
         elif isinstance(default, list) and not isinstance(value, list | None) and at != "trainer.logger":
@@ -158,7 +152,7 @@ def _mistakes(
         elif allowed := _refusal(value, _TYPES.get(at, hints.get(name)), default):
             yield at, value, allowed
         elif isinstance(value, Mapping):
-            yield from _mistakes(value, default, at, any_key=any_key, kind=hints.get(name))
+            yield from _mistakes(value, default, f"{at}.", free=free, kind=hints.get(name))
 
 
 def _unread(given: Iterable[tuple[str, Any]], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -201,12 +195,7 @@ def _unknown(node: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any, str
     for name, value in node.items():
         # vLLM takes a key for an option of its command line.
         if str(name).replace("-", "_").partition(".")[0] not in names:
-            yield f"{path}.{name}", value, _no_such(path, str(name), f"{taker} has none", names)
-
-
-def _no_such(path: str, name: str, why: str, names: Collection[str]) -> str:
-    near = nearest(name, list(names))
-    return f"no such key, {why}" + (f"; did you mean {path}.{near}?" if near else "")
+            yield f"{path}.{name}", value, no_such(str(name), names, f"{path}.", f", {taker} has none")
 
 
 def _section(path: str, default: Mapping[str, Any]) -> str:
@@ -244,7 +233,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 @cache
 def _is_read(path: str, name: str) -> bool:
     """Whether code of verl or of the recipe takes key ``name`` from a config, or from the node at ``path``."""
-    node = rf"(?:config|cfg|{re.escape(path.rpartition('.')[2])})\w*"
+    node = rf"(?:config|cfg|{re.escape(path.split('.')[-2])})\w*"
     quoted = rf"[\"']{re.escape(name)}[\"']"
     taken = re.compile(rf"{node}(?:\.get\(\s*|\[){quoted}|{node}\.{re.escape(name)}\b|getattr\({node}, {quoted}")
     return any(taken.search(file.read_text()) for root in (_VERL, _RECIPE) for file in root.rglob("*.py"))
@@ -270,9 +259,10 @@ def of_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
     key = found[1]
     given = next((argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")), "")
     if key.startswith(f"{ROOT}."):
-        return unknown(PartialRolloutConfig, key.removeprefix(f"{ROOT}."), given, ROOT)
-    near = nearest(key, [path for path, _ in leaves(_declared())])
-    return fail(key, given, "no such key; " + (f"did you mean {near}?" if near else f"+{key}={given} adds it"))
+        names = [declared.name for declared in declarations(PartialRolloutConfig)]
+        return fail(key, given, no_such(key.removeprefix(f"{ROOT}."), names, f"{ROOT}.", otherwise=LISTED))
+    names = [path for path, _ in leaves(_declared())]
+    return fail(key, given, no_such(key, names, "", otherwise=f"; +{key}={given} adds it"))
 
 
 def _of_missing(error: MissingConfigException) -> ConfigError:
