@@ -16,7 +16,6 @@ from recipe.partial_rollout.tasks.calculator.conversation import Conversations, 
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.clock10.dataset import draw_validation
 from recipe.partial_rollout.tasks.clock10.expression import Problem, draw_problem
-from recipe.partial_rollout.tasks.clock10.prepare import Parameters
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
 from tests.unit.shared import converse
 
@@ -91,7 +90,7 @@ def test_latency_is_that_of_the_call_in_every_run_and_none_is_below_0(monkeypatc
 def test_warm_start_that_ships_calls_well_and_has_something_to_learn(composed, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = ready_start.make_task(tmp_path / "task", Parameters(), task="calculator")
+    made = ready_start.make_task(tmp_path / "task", ready_start.Parameters(), task="calculator")
     assert made == "unpacked from the package"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "task" / "model")

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from recipe.partial_rollout.tasks import ready_start
-from recipe.partial_rollout.tasks.clock10 import prepare
 from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
 from tests import generated
 
-TINY = prepare.Parameters(steps=4, train_rows=32, val_rows=8)
+TINY = ready_start.Parameters(steps=4, train_rows=32, val_rows=8)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     weights, manifest, error = ready_start.read_packed(ready_start.packed_file(task))
     command = f"python -m {ready_start.__name__} --task {task}"
     packs = f"python -m tests.generated warm_start {task} FOLDER"
-    wanted = ready_start.manifest_of(task, prepare.Parameters())
+    wanted = ready_start.manifest_of(task, ready_start.Parameters())
     assert manifest == wanted, f"packed of other sources: {command} --train --out FOLDER, then {packs}"
     state = build_model(0).state_dict()
     wanted = {name: tuple(weight.shape) for name, weight in state.items() if "lm_head" not in name}
@@ -92,11 +91,11 @@ def test_unpacked_folder_is_the_trained_one_but_for_the_weights_by_the_stated_er
     assert json.loads((made / "ready_start.json").read_text())["largest_weight_error"] == pytest.approx(error)
 
 
-@pytest.mark.parametrize(("sources", "steps"), [("another", 4), (prepare.source_fingerprint(), 5)])
+@pytest.mark.parametrize(("sources", "steps"), [("another", 4), (ready_start.source_fingerprint("clock10"), 5)])
 def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
     sources, steps, packed, tmp_path, monkeypatch, builds, capsys
 ):
-    monkeypatch.setattr(prepare, "source_fingerprint", lambda: sources)
+    monkeypatch.setattr(ready_start, "source_fingerprint", lambda task: sources)
     parameters = replace(TINY, steps=steps)
     assert ready_start.make_task(tmp_path / "task", parameters, file=packed[0]) == "trained"
     assert builds == [parameters] and capsys.readouterr().err.count("\n") == 1

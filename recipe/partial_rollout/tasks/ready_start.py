@@ -18,24 +18,24 @@ are not the trained ones. No weight is off by more than 1/254 of the largest in 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import random
 import shutil
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.tasks.calculator import prepare as calculator
-from recipe.partial_rollout.tasks.clock10 import prepare as clock10
-from recipe.partial_rollout.tasks.clock10.prepare import TINY, Parameters
-
-TASKS = {"clock10": clock10, "calculator": calculator}
-"""Modules `prepare` by the name of their package; its `tokenizer` is used too."""
+TASKS = ("clock10", "calculator")
+"""Packages; of each `tokenizer` and `warm_start` are used. All else of the second is the first's."""
+_NOT_FROZEN = "tool.py"
+"""the one module of a package that its weights do not depend on"""
 MANIFEST = "manifest.json"
 ORIGIN = "ready_start.json"
 """in the folder: which package file its weights are from, and the largest error of a weight"""
@@ -44,6 +44,34 @@ SCALE = ":scale"
 
 Weights = dict[str, np.ndarray]
 """float32 tensors by their name in the model"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What determines the folder's content, apart from the sources."""
+
+    seed: int = 0
+    """Seed of the weights, the demonstrations and the data."""
+    steps: int = 1500
+    """Optimiser steps of the warm start."""
+    train_rows: int = 1024
+    """Rows of `train.parquet`."""
+    val_rows: int = 64
+    """Rows of `val.parquet`, held out from training."""
+
+
+TINY = Parameters(steps=60, train_rows=32, val_rows=8)
+"""A model that merely loads and data that merely parses, in seconds: enough for tests of the machinery around them."""
+
+
+def source_fingerprint(task: str) -> str:
+    """A SHA-256 over the names and contents of the modules that the task's folder depends on."""
+    digest = hashlib.sha256()
+    for package in dict.fromkeys((TASKS[0], task)):
+        for path in sorted((Path(__file__).parent / package).glob("*.py")):
+            if path.name != _NOT_FROZEN:
+                digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def packed_file(task: str) -> Path:
@@ -70,7 +98,7 @@ def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
 
 def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
     """What determines the content of the task's folder."""
-    return {"parameters": asdict(parameters), "fingerprint": TASKS[task].source_fingerprint()}
+    return {"parameters": asdict(parameters), "fingerprint": source_fingerprint(task)}
 
 
 def make_task(
@@ -124,7 +152,7 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
     # Imported late: these load torch and transformers, which takes longer than finding that nothing is to be done.
     import torch
 
-    from recipe.partial_rollout.tasks.clock10.dataset import draw_validation, write_dataset
+    from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
     from recipe.partial_rollout.tasks.clock10.model import build_model
 
     (folder / "data").mkdir()
@@ -133,7 +161,9 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
     model = build_model(parameters.seed)
     tokenizer = import_module(f"{__package__}.{task}.tokenizer").build_tokenizer()
     if weights is None:
-        TASKS[task].warm_start(model, tokenizer, parameters)
+        demonstrated = draw_training(random.Random(f"demonstrated-{parameters.seed}"), frozenset(validation))
+        warm_start = import_module(f"{__package__}.{task}.warm_start").warm_start
+        warm_start(model, tokenizer, demonstrated, steps=parameters.steps, seed=parameters.seed)
     else:
         tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
         # The head is the embedding, and the file has it once.

@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
-from recipe.partial_rollout.tasks.clock10.prepare import source_fingerprint
+from recipe.partial_rollout.tasks.ready_start import TASKS, source_fingerprint
 from recipe.partial_rollout.tools.reading.run_log import iter_lines
 from recipe.partial_rollout.training.trackers import commit_of
 from tests.studies.arm import Arm
@@ -102,7 +102,7 @@ class Campaign:
         name, _, rate = arm.name.rpartition("@")
         overrides = (*self._study(start).alike(arm, seed), f"trainer.total_training_steps={self.study.steps}")
         return LearningRun(
-            name, float(rate), start, seed, tuple(sorted(overrides)), source_fingerprint()[:12], "", (), (), {}
+            name, float(rate), start, seed, tuple(sorted(overrides)), source_fingerprint(TASKS[0])[:12], "", (), (), {}
         )
 
 

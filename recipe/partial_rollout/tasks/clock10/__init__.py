@@ -2,5 +2,4 @@
 
 The package holds the task end to end: problems, demonstrations, tokenizer, model, warm start, parquet data and reward.
 Everything is generated from a seed, so a checkout needs no download; `ready_start` writes the result to a folder.
-This module imports nothing: `ready_start` answers "up to date" before torch is loaded.
 """

@@ -5,6 +5,8 @@ log-probabilities would then differ everywhere. Symbols cover the task, lower-ca
 Hermes format; any other character becomes `<unk>`.
 """
 
+import re
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,9 +22,6 @@ assert len(set(VOCABULARY)) == len(VOCABULARY) == VOCABULARY_SIZE
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
-{%- else -%}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
@@ -30,22 +29,28 @@ CHAT_TEMPLATE = """\
 {{- (function.arguments if function.arguments is string else function.arguments | tojson) + '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
-{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""ChatML, one turn a message, a tool's answer as a user turn.
+"""ChatML, one turn a message, whatever its role.
 
 Each message renders the same whatever surrounds it, which verl's token-level merging of multi-turn prompts relies on.
 Tool schemas are left out: at one token a character they would outweigh every prompt, and the model cannot read them.
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: 64 ids, end of turn as the eos token; text within the alphabet round-trips."""
-    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    # Splitting by this pattern is the whole algorithm: a role word is one piece, every other character is its own.
-    pattern = Regex("|".join((*ROLE_WORDS, r"[\s\S]")))
+def build_tokenizer(
+    vocabulary: tuple[str, ...] = VOCABULARY, whole: tuple[str, ...] = ROLE_WORDS
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer: 64 ids, end of turn as the eos token; text within the alphabet round-trips.
+
+    Args:
+        vocabulary: token text by id; the special tokens first.
+        whole: what is one token each; every other character is its own.
+    """
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    # Splitting by this pattern is the whole algorithm.
+    pattern = Regex("|".join((*map(re.escape, whole), r"[\s\S]")))
     core.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(

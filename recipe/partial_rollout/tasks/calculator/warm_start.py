@@ -1,0 +1,16 @@
+"""clock10's warm start with the task's own demonstrations."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from recipe.partial_rollout.tasks.calculator.conversation import Conversations, mute_the_tool
+from recipe.partial_rollout.tasks.clock10.expression import Problem
+from recipe.partial_rollout.tasks.clock10.warm_start import train
+
+
+def warm_start(model: Any, tokenizer: Any, problems: Iterator[Problem], *, steps: int, seed: int) -> None:
+    """Train `model` in place, for `steps` optimiser steps."""
+    # Answers are few among calls, more in short conversations: else the model does not learn to copy operators into them.
+    short = {"short_share": 0.6, "short_length": 128}
+    with model.register_forward_hook(mute_the_tool, with_kwargs=True):
+        train(model, tokenizer, problems, Conversations(), steps=steps, seed=seed, **short)
