@@ -1,6 +1,5 @@
 """Command line: reads run directories, prints the tables, and saves the report."""
 
-import argparse
 import json
 import sys
 import time
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.comparison import Comparison, as_json, compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
@@ -37,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        **described(
-            "report",
-            "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
+def _parser() -> Parser:
+    parser = Parser(
+        typed("report"),
+        "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
+        [
             "outputs/quickstart/noPR outputs/quickstart/PR",
             "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
-            more="The base is the first run of noPR; without one, the first run.",
-        )
+        ],
+        "The base is the first run of noPR; without one, the first run.",
     )
     parser.add_argument(
         "runs",

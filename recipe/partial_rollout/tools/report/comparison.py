@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 
 from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import Arm
-from recipe.partial_rollout.tools.report.summary import FIGURES, ratio, summarize
+from recipe.partial_rollout.tools.report.summary import FIGURES, Summary, ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.training.step_log import PolicyDrift
 
@@ -22,21 +23,89 @@ COMPARED = [name for name, figure in FIGURES.items() if figure.compared]
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
-    """One of the runs, and how it compares to the base."""
+    """One of the runs."""
 
     name: str
     """Its arm, or what its directory has in no other run's; see `names_of`."""
     run: RunRecord
-    summary: SimpleNamespace
-    """Its figures; see `FIGURES`."""
-    ratios: dict[str, float | None] = field(default_factory=dict)
-    """Its figure over the base's, by the figure's name."""
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of eight steps or more."""
-    differences: list[str] = field(default_factory=list)
-    """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
+
+    @cached_property
+    def summary(self) -> Summary:
+        return Summary(self.run)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What is wrong with its files, and what its terminal warned of."""
+        found, drift = list(self.run.warnings), PolicyDrift()
+        if lost := self.summary.lost_samples:
+            found.append(f"{self.name} lost {lost:,} samples; a sound run loses none")
+        if warned := [str(step.number) for step in self.run.steps if drift.observe(step.metrics, step.number)]:
+            found.append(
+                f"{self.name} drifted far from the policy that made its samples at step {', '.join(warned)}: its reward is "
+                "likely to fall (docs/tuning.md)"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Other(Side):
+    """A run beside the base."""
+
+    base: Side
+
+    @cached_property
+    def ratios(self) -> dict[str, float | None]:
+        """Its figure over the base's, by the figure's name."""
+        mine, theirs = self.summary, self.base.summary
+        found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in COMPARED}
+        if (theirs.rollout_s is None) is not (mine.rollout_s is None):
+            # One is per second of rollout, the other per second of the run.
+            found["decoded_tokens_per_s"] = None
+        return found
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of 8 steps or more."""
+        runs = self.base.run, self.run
+        if any(run.settings.separate or len(run.steps) < 2 * PARTS for run in runs):
+            return {}
+        found = {}
+        for name, timer in (("rollout_s", "gen"), ("step_s", "step")):
+            theirs, mine = (_by_parts(run, timer) for run in runs)
+            ratios = [ours / before for ours, before in zip(mine, theirs, strict=True) if before]
+            found[f"{name}_per_trained_token"] = min(ratios), max(ratios)
+        return found
+
+    @cached_property
+    def differences(self) -> list[str]:
+        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
+        sides = self.base, self
+        theirs, mine = (Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in sides)
+        found = [
+            f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}"
+            for side, extra in zip(sides, (theirs - mine, mine - theirs), strict=True)
+            if extra
+        ]
+        for side, count in zip(sides, (theirs, mine), strict=True):
+            if repeats := {key: times for key, times in count.items() if times > 1}:
+                example = min(repeats)
+                found.append(
+                    f"{side.name} trained {len(repeats):,} prompts more than once in an epoch, "
+                    f"e.g. {_prompt(example)} {repeats[example]} times"
+                )
+        return found
+
+    @property
+    def unlike(self) -> list[str]:
+        """In words: settings in which it differs from the base."""
+        theirs, mine = self.base.run.settings, self.run.settings
+        return [
+            f"the runs differ in {key}: {self.base.name} {getattr(theirs, key)}, {self.name} {getattr(mine, key)}"
+            for key in SHARED_SETTINGS
+            if getattr(theirs, key) != getattr(mine, key)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +113,7 @@ class Comparison:
     """Any number of runs, at least one."""
 
     base: Side
-    others: list[Side]
-    unlike: list[str]
-    """In words: settings in which a run differs from the base."""
-    warnings: list[str]
+    others: list[Other]
 
     @property
     def sides(self) -> list[Side]:
@@ -58,31 +124,23 @@ class Comparison:
         """Whether a run has separate placement, whose rollout has no end."""
         return any(side.run.settings.separate for side in self.sides)
 
+    @property
+    def unlike(self) -> list[str]:
+        """In words: settings in which a run differs from the base."""
+        return [line for other in self.others for line in other.unlike]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [warning for side in self.sides for warning in side.warnings]
+
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """The base is the first run of noPR, wherever it stands; without one it is the first run."""
     base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
     runs = [base_run, *(run for run in runs if run is not base_run)]
-    sides = [Side(name, run, summarize(run)) for name, run in zip(names_of(runs), runs, strict=True)]
-    base, *others = sides
-    return Comparison(
-        base=base,
-        others=[
-            replace(
-                side,
-                ratios=_ratios(base.summary, side.summary),
-                ranges=_ranges(base, side),
-                differences=_differences(base, side),
-            )
-            for side in others
-        ],
-        unlike=[line for side in others for line in _unlike_settings(base, side)],
-        warnings=[
-            *(warning for run in runs for warning in run.warnings),
-            *_loss_warnings(sides),
-            *_drift_warnings(sides),
-        ],
-    )
+    first, *names = names_of(runs)
+    base = Side(first, base_run)
+    return Comparison(base, [Other(name, run, base) for name, run in zip(names, runs[1:], strict=True)])
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:
@@ -92,36 +150,12 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
     """
     arms = [str(run.settings.arm) for run in runs]
     paths = [Path(run.directory).absolute().parts for run in runs]
-    start = _shared(paths)
-    end = _shared([path[start:][::-1] for path in paths])
+    # Of tuples it compares the parts.
+    start = len(os.path.commonprefix(paths))  # noqa: RUF071
+    end = len(os.path.commonprefix([path[start:][::-1] for path in paths]))  # noqa: RUF071
     differing = ["/".join(path[start : len(path) - end]) for path in paths]
     numbers = [f"run {number}" for number in range(1, len(runs) + 1)]
     return next(names for names in (arms, differing, numbers) if all(names) and len(set(names)) == len(runs))
-
-
-def _shared(paths: Sequence[Sequence[str]]) -> int:
-    """Number of first parts that all have in common."""
-    columns = zip(*paths, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
-
-
-def _ratios(base: SimpleNamespace, other: SimpleNamespace) -> dict[str, float | None]:
-    ratios = {name: ratio(getattr(other, name), getattr(base, name)) for name in COMPARED}
-    if (base.rollout_s is None) is not (other.rollout_s is None):
-        # One is per second of rollout, the other per second of the run.
-        ratios["decoded_tokens_per_s"] = None
-    return ratios
-
-
-def _ranges(base: Side, other: Side) -> dict[str, tuple[float, float]]:
-    if any(side.run.settings.separate or len(side.run.steps) < 2 * PARTS for side in (base, other)):
-        return {}
-    found = {}
-    for name, timer in (("rollout_s", "gen"), ("step_s", "step")):
-        theirs, mine = (_by_parts(side.run, timer) for side in (base, other))
-        ratios = [ours / before for ours, before in zip(mine, theirs, strict=True) if before]
-        found[f"{name}_per_trained_token"] = min(ratios), max(ratios)
-    return found
 
 
 def _by_parts(run: RunRecord, timer: str) -> list[float]:
@@ -132,58 +166,9 @@ def _by_parts(run: RunRecord, timer: str) -> list[float]:
     return [sum(step.seconds(timer) for step in part) / max(1, n) for part, n in zip(parts, tokens, strict=True)]
 
 
-def _differences(base: Side, other: Side) -> list[str]:
-    of_base, of_other = (
-        Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (base, other)
-    )
-    found = []
-    for side, extra in ((base, of_base - of_other), (other, of_other - of_base)):
-        if extra:
-            found.append(f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}")
-    for side, count in ((base, of_base), (other, of_other)):
-        if repeats := {key: times for key, times in count.items() if times > 1}:
-            example = min(repeats)
-            found.append(
-                f"{side.name} trained {len(repeats):,} prompts more than once in an epoch, "
-                f"e.g. {_prompt(example)} {repeats[example]} times"
-            )
-    return found
-
-
 def _prompt(key: tuple[int, str]) -> str:
     epoch, prompt = key
     return f"'{prompt[:40]}' of epoch {epoch}"
-
-
-def _unlike_settings(base: Side, other: Side) -> list[str]:
-    pairs = [(name, getattr(base.run.settings, name), getattr(other.run.settings, name)) for name in SHARED_SETTINGS]
-    return [
-        f"the runs differ in {name}: {base.name} {mine}, {other.name} {theirs}"
-        for name, mine, theirs in pairs
-        if mine != theirs
-    ]
-
-
-def _loss_warnings(sides: Sequence[Side]) -> list[str]:
-    return [
-        f"{side.name} lost {side.summary.lost_samples:,} samples; a sound run loses none"
-        for side in sides
-        if side.summary.lost_samples
-    ]
-
-
-def _drift_warnings(sides: Sequence[Side]) -> list[str]:
-    """Of each run whose terminal warned of drift, or of a figure that is no number."""
-    found = []
-    for side in sides:
-        drift = PolicyDrift()
-        warned = [str(step.number) for step in side.run.steps if drift.observe(step.metrics, step.number)]
-        if warned:
-            found.append(
-                f"{side.name} drifted far from the policy that made its samples, or logged no number, at step "
-                f"{', '.join(warned)}: its reward is likely to fall (docs/tuning.md)"
-            )
-    return found
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
@@ -191,7 +176,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
     return {
         "runs": {
             side.name: {
-                **vars(side.summary),
+                **{name: getattr(side.summary, name) for name in FIGURES},
                 "run": {
                     "directory": side.run.directory,
                     **structs.asdict(side.run.settings),

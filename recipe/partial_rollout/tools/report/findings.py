@@ -1,7 +1,7 @@
 """What the figures say, in a few sentences; every sentence is computed."""
 
 from recipe.partial_rollout.tools.report import units
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison, Other, Side
 from recipe.partial_rollout.tools.report.summary import ratio
 
 
@@ -27,7 +27,7 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(base: Side, other: Side, *, by_wall: bool, ranges: bool) -> str:
+def _against(base: Side, other: Other, *, by_wall: bool, ranges: bool) -> str:
     ratios = other.ratios
 
     def spread(name: str) -> str:

@@ -7,7 +7,7 @@ from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.summary import PHASES, ROWS, ratio
+from recipe.partial_rollout.tools.report.summary import FIGURES, PHASES, ratio
 from recipe.partial_rollout.tools.table import Table
 
 SETTINGS = {
@@ -147,12 +147,12 @@ def _header(comparison: Comparison, *after_value: str) -> list[str]:
 
 def _figures(comparison: Comparison) -> Table:
     rows, notes = [], []
-    for name, row in ROWS.items():
+    for name, figure in FIGURES.items():
         values = [getattr(side.summary, name) for side in comparison.sides]
-        if row.always or any(value is not None for value in values):
-            ratios = [units.decimal(each.ratios[name]) if row.compared else "" for each in comparison.others]
-            rows.append(_row(row.label, [[row.words(value)] for value in values], ratios))
-            notes.append(row.means)
+        if figure.label and (figure.always or any(value is not None for value in values)):
+            ratios = [units.decimal(each.ratios[name]) if figure.compared else "" for each in comparison.others]
+            rows.append(_row(figure.label, [[figure.words(value)] for value in values], ratios))
+            notes.append(figure.means)
     return Table("Figures", _header(comparison), rows, notes)
 
 

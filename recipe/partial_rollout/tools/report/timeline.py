@@ -15,16 +15,7 @@ from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
-from recipe.partial_rollout.tools.report.picture import (
-    DPI,
-    HELD_COLOUR,
-    IDLE_COLOUR,
-    TOOLS_COLOUR,
-    TRAIN_COLOUR,
-    TRAINER_COLOURS,
-    VALIDATE_COLOUR,
-    hue,
-)
+from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.report.summary import ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 
@@ -33,6 +24,15 @@ PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 LEAST_PIXELS = 1.0
 """A hold is drawn at least this wide."""
 MAX_ROUND_LABELS, MAX_SHADES = 26, 6
+IDLE_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
+HELD_COLOUR, TOOLS_COLOUR = "#1A1A1A", "#E377C2"
+TRAINER_COLOURS = {
+    Trainer.WAIT: IDLE_COLOUR,
+    Trainer.TRAIN: "#A8A8A8",
+    Trainer.STAGE: "#7FB08A",
+    Trainer.LOAD: HELD_COLOUR,
+    Trainer.VALIDATE: VALIDATE_COLOUR,
+}
 
 Span = tuple[float, float]
 """Start and length, in seconds from the first round's start."""
