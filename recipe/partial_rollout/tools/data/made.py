@@ -8,11 +8,10 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from recipe.partial_rollout.tasks.reasoning_gym import problems
-from recipe.partial_rollout.tools.data.named import NamedProblem
-from recipe.partial_rollout.tools.data.raw_files import DataError, write_rows
+from recipe.partial_rollout.tools.data.named import NamedProblem, write_split
+from recipe.partial_rollout.tools.data.raw_files import DataError
 
 MADE = "reasoning_gym"
 _ASK = "Give the final answer alone between <answer> and </answer>."
@@ -34,8 +33,8 @@ def add_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--held-out", type=int, default=200, metavar="ROWS", help="of the test split, at most")
 
 
-def write_made(options: argparse.Namespace) -> Iterator[tuple[Path, list[NamedProblem], int]]:
-    """Write ``test.parquet``, then ``train.parquet``; each file, its problems, and how many repeats were left out.
+def write_made(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Write ``test.parquet``, then ``train.parquet``; what ``COLUMNS`` say of each.
 
     Raises:
         DataError: an option does not hold, or the package is missing.
@@ -52,20 +51,9 @@ def write_made(options: argparse.Namespace) -> Iterator[tuple[Path, list[NamedPr
     ]
     seen = set[str]()
     for split, wanted in (("test", options.held_out), ("train", options.rows)):
-        found, repeats = list[tuple[str, NamedProblem]](), 0
-        for source, problem in itertools.islice(_in_turn(streams), _TRIES * wanted):
-            if problem.content in seen:
-                repeats += 1
-                continue
-            seen.add(problem.content)
-            found.append((source, problem))
-            if len(found) == wanted:
-                break
-        if not found:
-            raise DataError(f"--task={' '.join(options.task)}: a task with more problems than the {len(seen)} held out")
-        path = options.out / MADE / f"{split}.parquet"
-        write_rows(path, [each.row(source, split, index) for index, (source, each) in enumerate(found)])
-        yield path, [each for _, each in found], repeats
+        problems = itertools.islice(_in_turn(streams), _TRIES * wanted)
+        few = f"--task={' '.join(options.task)}: a task with more problems than the {len(seen)} held out"
+        yield write_split(options.out / MADE / f"{split}.parquet", problems, seen, none=few, most=wanted)
 
 
 def _settings(tasks: list[str], text: str) -> dict[str, dict]:

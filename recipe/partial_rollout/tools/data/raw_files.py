@@ -1,4 +1,4 @@
-"""Rows of raw files, parquet, JSON lines or a JSON list, from this machine or the hub's cache; and of the files written."""
+"""Rows of raw files, parquet, JSON lines or a JSON list, from this machine or the hub's cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
@@ -92,11 +91,3 @@ def _list_of(path: Path) -> list[Row]:
     if not isinstance(found, list):
         raise ValueError("no list of rows")
     return found
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write a parquet file, whole or not at all: a training must not find half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(".parquet.new")
-    pd.DataFrame(rows).to_parquet(staged, index=False)
-    staged.replace(path)
