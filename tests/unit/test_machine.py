@@ -176,6 +176,11 @@ def test_engine_and_update_must_fit_a_device(build, overrides, message):
         check_memory(config, memory_of(config))
 
 
+def test_engines_weights_are_counted_in_the_type_that_vllm_knows_by_two_names(build):
+    sizes = [memory_of(build(f"{ROLLOUT}.dtype={dtype}")).engine_weights for dtype in ("float", "float32", "bfloat16")]
+    assert sizes[0] == sizes[1] == 2 * sizes[2]
+
+
 @pytest.mark.parametrize(
     ("pair", "method", "stops"),
     [(GPU_PAIR, "eagle3", True), (GPU_PAIR, "mtp", True), (GPU_PAIR, "ngram", False), (CPU_PAIR, "eagle", False)],

@@ -262,10 +262,8 @@ def cpus(devices: int) -> Finding:
 
 def disk() -> Finding:
     """Room for checkpoints where runs write by default."""
-    free, gib = (
-        free_disk_gib(Path("outputs")),
-        {name: QWEN3[name].parameters * 4 * STATE / GIB for name in ("0.6B", "4B")},
-    )
+    free = free_disk_gib(Path("outputs"))
+    gib = {name: QWEN3[name].parameters * 4 * STATE / GIB for name in ("0.6B", "4B")}
     sizes = ", ".join(f"{each:.0f} GiB for Qwen3-{name}" for name, each in gib.items())
     remedy = "" if free >= 3 * gib["0.6B"] else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
     return Finding("disk", f"{free:.0f} GiB free for outputs; a checkpoint takes {sizes}", remedy)

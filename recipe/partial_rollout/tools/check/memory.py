@@ -20,7 +20,7 @@ GIB = 1 << 30
 STATE = 3
 """weights and Adam's two moments, each of the size of the weights"""
 _DENSE = ("qwen3", "qwen2", "llama", "mistral")
-_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
+_BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _CHUNK = 1024
 """rows of logits that log-probs and entropy are computed for at once, in float32"""
 _CHUNK_COPIES = 4
