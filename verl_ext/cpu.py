@@ -52,20 +52,13 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """There is one CPU device."""
-
     def get_device_name(self, device: Any = None) -> str:
         return "CPU"
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """CPU work is done when the call returns."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -84,14 +77,15 @@ class PlatformCPU(PlatformBase):
 
     max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
-    def set_allocator_settings(self, settings: str) -> None:
-        """The settings are those of the CUDA allocator."""
+    def _nothing_to_do(self, *_args: Any, **_kwargs: Any) -> None:
+        """There is one device, without a profiler, whose work is done when a call returns.
 
-    def empty_cache(self) -> None:
-        """The C allocator caches nothing that could be released here."""
+        The C allocator takes no settings of CUDA's and caches nothing that could be released here. Weights travel by shared
+        memory, which verl unlinks itself.
+        """
 
-    def ipc_collect(self) -> None:
-        """Weights travel by shared memory, which verl unlinks itself."""
+    set_device = synchronize = set_allocator_settings = empty_cache = ipc_collect = _nothing_to_do
+    profiler_start = profiler_stop = cudart = _nothing_to_do
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -105,12 +99,6 @@ class PlatformCPU(PlatformBase):
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
-
-    def profiler_start(self) -> None:
-        """There is no device profiler."""
-
-    def profiler_stop(self) -> None:
-        """There is no device profiler."""
 
     def ray_resource_name(self) -> str:
         return "GPU"
@@ -132,9 +120,6 @@ class PlatformCPU(PlatformBase):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {"VERL_PLATFORM": NAME, **{name: os.environ.get(name, value) for name, value in defaults.items()}}
-
-    def cudart(self) -> None:
-        return None
 
 
 def register() -> None:

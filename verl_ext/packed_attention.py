@@ -6,7 +6,8 @@ on CUDA in torch's kernel for rows of several sequences (``varlen_attn``; half p
 another. It may go when transformers' ``sdpa`` does so.
 
 verl asks transformers for flash-attn unless told otherwise. No extra of this project brings it: it is compiled against the
-machine's own torch and CUDA.
+machine's own torch and CUDA. A critic gets it whatever its config names: patched here, which may go when
+``load_valuehead_model`` reads the config's attention.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
+
+from verl_ext.guard import around
 
 NAME = "packed"
 """``attn_implementation`` of a model that is trained so"""
@@ -112,6 +115,30 @@ def attend(
 def register(module: Any) -> None:
     """Make it known to transformers (``module``: ``transformers.modeling_utils``)."""
     module.AttentionInterface.register(NAME, attend)
+
+
+def build_critics(module: Any) -> None:
+    """``module`` (``verl.utils.model``) builds critics of another attention than flash-attn, as token classifiers.
+
+    verl's FSDP engine says of a critic that it cannot build that trl is missing.
+    """
+
+    @around(module, "load_valuehead_model")
+    def load_valuehead_model(
+        verls: Any, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool
+    ) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        attention = model_config._attn_implementation
+        if attention in (None, FLASH):
+            return verls(local_path, torch_dtype, model_config, trust_remote_code)
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def flash_attn_problem() -> str | None:

@@ -10,7 +10,6 @@ import os
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
-    critic_attention,
     master_port,
     packed_attention,
     reward_workers,
@@ -23,7 +22,7 @@ from verl_ext.guard import VERL, require, require_tested_pair, when_imported
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
     ("transformers.modeling_utils", packed_attention.register),
-    ("verl.utils.model", critic_attention.patch),
+    ("verl.utils.model", packed_attention.build_critics),
     ("verl.single_controller.ray.base", master_port.patch),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),

@@ -18,6 +18,8 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
+from verl_ext.guard import around, replaced
+
 
 class _Compressed:
     """The config as an argument of an actor: Ray keeps small ones with the actor, and cannot start it again without them.
@@ -41,9 +43,8 @@ def _decompressed(packed: bytes) -> Any:
 
 def patch(module: Any) -> None:
     """Replace two methods of verl's ``RewardLoopWorker``, and how ``RewardLoopManager`` starts its workers."""
-    worker, manager = module.RewardLoopWorker, module.RewardLoopManager
+    worker = module.RewardLoopWorker
     ask_classifier, compute_score = worker.compute_score_disrm, worker.compute_score
-    start_workers = manager._init_reward_loop_workers
 
     async def compute_score_disrm(self: Any, data: Any) -> dict:
         return {"reward_extra_info": {}, **await ask_classifier(self, data)}
@@ -52,14 +53,12 @@ def patch(module: Any) -> None:
         own = type(data)(data.batch, copy.deepcopy(data.non_tensor_batch), data.meta_info)
         return await compute_score(self, own)
 
-    def start_restartable(self: Any) -> None:
+    # Not by ``around``: Ray looks for coroutine functions, which a decorated one is not.
+    worker.compute_score_disrm, worker.compute_score = compute_score_disrm, with_own_fields
+
+    @around(module.RewardLoopManager, "_init_reward_loop_workers")
+    def start_restartable(verls: Any, self: Any) -> None:
         restarts = OmegaConf.select(self.config, "partial_rollout.failures.worker_restarts", default=-1)
         self.reward_loop_workers_class = ray.remote(max_restarts=restarts)(worker)
-        config, self.config = self.config, _Compressed(self.config)
-        try:
-            start_workers(self)
-        finally:
-            self.config = config
-
-    worker.compute_score_disrm, worker.compute_score = compute_score_disrm, with_own_fields
-    manager._init_reward_loop_workers = start_restartable
+        with replaced(self, "config", _Compressed(self.config)):
+            verls(self)

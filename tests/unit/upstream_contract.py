@@ -151,7 +151,7 @@ verl.trainer.ppo.rollout_corr_helper <- loss facts behaviour_weights
     calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
         compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
         rollout_is, rollout_is_threshold, rollout_is_threshold_lower)
-verl.utils.model <- critic_attention
+verl.utils.model <- packed_attention
     calls: load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
