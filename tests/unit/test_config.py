@@ -388,6 +388,19 @@ def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypat
         check_config(configure(*shared[:3], f"{ACTOR}.ppo_{BUDGET}=799"))
 
 
+def test_batch_divides_by_the_copies_of_the_model_not_by_the_devices_that_share_one(configure, monkeypatch):
+    monkeypatch.setattr("verl_ext.packed_attention.flash_attn_problem", lambda: None)
+    odd = "data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=2"
+    shared = *odd, "actor_rollout_ref.model.use_remove_padding=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"
+    check_config(configure(*shared))
+    with pytest.raises(ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 device\(s\)"):
+        check_config(configure(*odd))
+    with pytest.raises(ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 device\(s\)"):
+        check_config(
+            configure(*shared, f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1")
+        )
+
+
 def test_keys_that_verl_or_the_users_own_code_reads_are_allowed(configure, tmp_path):
     (tmp_path / "own.py").write_text("from verl.utils.dataset.rl_dataset import RLHFDataset as Own\n")
     own = [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own", "+data.difficulty=3"]

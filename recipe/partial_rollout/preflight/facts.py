@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from math import prod
+from math import lcm, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.workers.config import ActorConfig
@@ -66,6 +67,12 @@ def split(config: DictConfig, engine: str) -> tuple[int, int]:
 def copies(config: DictConfig, engine: str) -> int:
     """Parts that ``engine`` divides a batch into."""
     return max(1, trainer_devices(config) // split(config, engine)[0])
+
+
+def parts(config: DictConfig) -> int:
+    """Parts that a batch must divide into, for the actor and for a reference."""
+    engines = ("actor", "ref") if need_reference_policy(config) else ("actor",)
+    return lcm(*(copies(config, engine) for engine in engines))
 
 
 def dealt_out(config: DictConfig) -> int:

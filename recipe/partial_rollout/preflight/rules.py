@@ -89,7 +89,7 @@ _TRAINING = (
         Rule(key, lambda v, _: v and not isinstance(v, int), "a parquet file, or a list of them")
         for key in ("data.train_files", "data.val_files")
     ),
-    divisible(_BATCH, "rollout.n", trainer_devices, "device(s)"),
+    divisible(_BATCH, "rollout.n", facts.parts, "device(s)"),
     or_null(same("data.gen_batch_size", _BATCH)),
     Rule(
         "rollout.response_length",
