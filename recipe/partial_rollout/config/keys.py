@@ -7,11 +7,9 @@ checked against it (``read``), and the README's table is made from it (``declara
 OmegaConf could check types itself, but it accepts 0 as a flag, ``"3"`` as an integer and an enum's Python name as its
 value, and its errors take three lines. So hydra gets plain values, and ``read`` has msgspec check them.
 
->>> from typing import Annotated
->>> from msgspec import Meta
 >>> @dataclass(frozen=True)
 ... class Tea:
-...     minutes: Annotated[float, Meta(gt=0)] = key(3.5, "How long it brews.")
+...     minutes: Positive = key(3.5, "How long it brews.")
 >>> defaults_of(Tea), read(Tea, {"minutes": 4}, "tea")
 ({'minutes': 3.5}, {'minutes': 4.0})
 >>> read(Tea, {"minutes": -1}, "tea")
@@ -26,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 from msgspec.inspect import type_info
 
 from recipe.partial_rollout.waits import one_line
@@ -56,6 +54,10 @@ def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tu
 
 FINITE = sys.float_info.max
 """at most so much is what may not be infinite, which goes without saying"""
+Positive = Annotated[float, Meta(gt=0, le=FINITE)]
+Whole = Annotated[int, Meta(ge=0)]
+FromOne = Annotated[int, Meta(ge=1)]
+"""kinds of numbers"""
 LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""

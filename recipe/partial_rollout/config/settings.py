@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.keys import FINITE, defaults_of, fail, key, read, section
+from recipe.partial_rollout.config.keys import FINITE, FromOne, Positive, Whole, defaults_of, fail, key, read, section
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -109,12 +109,6 @@ class TrustRegion(Choice):
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-Positive = Annotated[float, Meta(gt=0, le=FINITE)]
-Number = Annotated[float, Meta(ge=0, le=FINITE)]
-Whole = Annotated[int, Meta(ge=0)]
-FromOne = Annotated[int, Meta(ge=1)]
-
-
 def whole(groups: float) -> int:
     """Whole ``groups``; a share written in decimals can fall short of a whole number by a rounding error."""
     return math.floor(groups + 1e-6)
@@ -125,7 +119,7 @@ class Scheduling:
     """``partial_rollout.scheduling``."""
 
     policy: SchedulingPolicy = key(SchedulingPolicy.BOUNDED, "Which sample runs next.")
-    overtake: Number | None = key(
+    overtake: Annotated[float, Meta(ge=0, le=FINITE)] | None = key(
         None,
         "How far a group may overtake an older one, as a share of N: a group is trained at most `floor(overtake * N)` "
         "positions of the data ahead of a group that is not. A small share keeps the batches' lengths those of the data, "
