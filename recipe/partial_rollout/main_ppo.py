@@ -174,11 +174,18 @@ def spare_caches() -> None:
     # Without a home it stays as it is.
     home = Path(os.path.expanduser("~"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    refused = [directory for directory in (home, cache) if not (directory.is_absolute() and writable(directory))]
+    hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
+    refused = [directory for directory in (home, cache, hub) if not (directory.is_absolute() and writable(directory))]
     if not refused:
         return
     spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
     print(f"{refused[0]} cannot be written: what this run caches is in {spare}", file=sys.stderr)
+    if hub in refused:
+        # Tables made of data files, and code that models bring.
+        for part in ("datasets", "modules"):
+            os.environ.setdefault(f"HF_{part.upper()}_CACHE", f"{spare}/{part}")
+    if refused == [hub]:
+        return
     if (cache / "huggingface").is_dir():
         os.environ.setdefault("HF_HOME", str(cache / "huggingface"))
     os.environ["XDG_CACHE_HOME"] = spare
