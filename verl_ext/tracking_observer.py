@@ -1,9 +1,9 @@
 """Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
 
-verl's ``fit`` builds its ``Tracking`` from a name, which ``RayPPOTrainer`` imports when called and v1 with its module, and
-offers no hook for metrics of a custom rollout. Within ``observed_tracking`` that name is a subclass that shows every log to
-an observer first. verl's file logger empties the file that it opens, so a resumed run would lose its history; there it
-appends. It may go when ``fit`` takes its ``Tracking`` or an observer, and the file logger appends.
+verl's ``fit`` makes its ``Tracking`` itself and offers no hook for metrics of a custom rollout. Within
+``observed_tracking`` that class shows every log to an observer first. verl's file logger empties the file that it opens, so
+a resumed run would lose its history; there it appends. It may go when ``fit`` takes its ``Tracking`` or an observer, and
+the file logger appends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import verl.utils.tracking as tracking
@@ -30,41 +29,40 @@ def observed_tracking(
     after: After | None = None,
     table: dict[str, Any] | None = None,
     file: Path | None = None,
-    module: ModuleType = tracking,
 ) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
     ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
     configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
-    logger appends to ``file``; None: to what verl's variable names. ``module`` has the ``Tracking`` that ``fit`` calls.
+    logger appends to ``file``; None: to what verl's variable names.
     """
     require("verl", VERL, "tracking_observer")
-    original, original_file = module.Tracking, tracking.FileLogger
+    verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
 
-    class ObservedTracking(original):
-        def __init__(
-            self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
-        ) -> None:
-            backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-            if table is None or SWANLAB not in backends:
-                super().__init__(project_name, experiment_name, backends, config)
-                return
-            super().__init__(project_name, experiment_name, [SWANLAB], table)
-            board = self.logger
-            super().__init__(project_name, experiment_name, [each for each in backends if each != SWANLAB], config)
-            self.logger |= board
+    def make(
+        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
+    ) -> None:
+        backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        if table is None or SWANLAB not in backends:
+            made(self, project_name, experiment_name, backends, config)
+            return
+        made(self, project_name, experiment_name, [SWANLAB], table)
+        board = self.logger
+        made(self, project_name, experiment_name, [each for each in backends if each != SWANLAB], config)
+        self.logger |= board
 
-        def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
-            data = observer(data, step)
-            super().log(data, step, backend)
-            if after is not None:
-                after(data, step)
+    def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
+        data = observer(data, step)
+        logged(self, data, step, backend)
+        if after is not None:
+            after(data, step)
 
-    class AppendedFile(original_file):
+    class AppendedFile(tracking.FileLogger):
         def __init__(self, project_name: str, experiment_name: str) -> None:
             path = file or Path(os.environ["VERL_FILE_LOGGER_PATH"])
             path.parent.mkdir(parents=True, exist_ok=True)
             self.filepath, self.fp = str(path), path.open("ab", buffering=0)
 
-    with replaced(module, "Tracking", ObservedTracking), replaced(tracking, "FileLogger", AppendedFile):
+    appended = replaced(tracking, "FileLogger", AppendedFile)
+    with replaced(verls, "__init__", make), replaced(verls, "log", log), appended:
         yield

@@ -43,8 +43,8 @@ verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
         trainer_mode __init__ init fit _setup _build_replay_buffer _init_dataloader on_init_end prepare_step
         _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _validate _val_metrics_update
         _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client get_reward_handles
-verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command tracking_observer trained_rows
-    has: TRAINER_REGISTRY Tracking compute_data_metrics compute_variance_proxy_metrics
+verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command trained_rows
+    has: TRAINER_REGISTRY compute_data_metrics compute_variance_proxy_metrics
     calls: register_trainer(name)
     reads: _enable_hybrid_replicas
 verl.trainer.constants_ppo <- task_runner plugin

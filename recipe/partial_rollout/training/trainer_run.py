@@ -16,11 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
-import verl.utils.tracking as tracking
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
@@ -56,8 +54,6 @@ class TrainerRun(_VerlsTrainer):
         args, kwargs: verl's.
     """
 
-    tracking_of: ModuleType = tracking
-    """module whose ``Tracking`` verl's ``fit`` calls"""
     checkpoint_manager: Any
 
     def __init__(self, config: Any, *args: Any, session: RunSession, **kwargs: Any) -> None:
@@ -132,8 +128,7 @@ class TrainerRun(_VerlsTrainer):
                 return
             try:
                 table = open_run(self.config, session.branch, continues=session.continues)
-                file, module = session.metrics, self.tracking_of
-                with observed_tracking(self._observe_step, self._after_log, table, file, module):
+                with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
                     loop()
@@ -152,8 +147,7 @@ class TrainerRun(_VerlsTrainer):
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
         self.config.trainer.val_before_train = True
         table, file = open_run(self.config, None), self.session.metrics.with_name("validation.jsonl")
-        observed = observed_tracking(self._observe_step, table=table, file=file, module=self.tracking_of)
-        with self.session.stop.caught(), observed:
+        with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
             loop()
             # A validation that is cut short ends as if it were whole.
             self.session.stop.check()
@@ -218,6 +212,9 @@ class TrainerRun(_VerlsTrainer):
         if self.proximal.from_update:
             correction = self.config.algorithm.rollout_correction
             correction.bypass_mode = not self.proximal.recomputes(self.global_steps)
+
+    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
+        return score_batch(self.reward_loop_manager, batch, self.settings)
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""
@@ -292,6 +289,3 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._choose_pass()
         batch.meta_info[loss.VERSION] = self.global_steps - 1
         return super()._get_gen_batch(batch)
-
-    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
-        return score_batch(self.reward_loop_manager, batch, self.settings)

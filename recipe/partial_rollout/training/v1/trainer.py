@@ -14,12 +14,11 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_reward_model
-from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.settings import engine_devices
-from recipe.partial_rollout.training.colocated_reward import score_batch
 from recipe.partial_rollout.training.loss import VERSION
 from recipe.partial_rollout.training.trainer_run import TrainerRun
 from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffer
@@ -36,7 +35,6 @@ class _WholeValidation:
 class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
     """verl's v1 trainer with the batches of a run; ``ours`` are ``TrainerRun``'s."""
 
-    tracking_of = trainer_base
     replay_buffer: Any
 
     def __init__(self, config: DictConfig, **ours: Any) -> None:
@@ -95,9 +93,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Of a validation's batch the scores, as ``RayPPOTrainer``'s; training's, which v1 has as keys, is put again."""
+        score = super()._compute_reward_colocate
         if isinstance(batch, DataProto):
-            return score_batch(self.reward_loop_manager, batch, self.settings)
-        self.replay_buffer.score(lambda padded: score_batch(self.reward_loop_manager, padded, self.settings))
+            return score(batch)
+        self.replay_buffer.score(score)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
