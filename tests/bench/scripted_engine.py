@@ -169,7 +169,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
             self._at_gate.add(sample.id)
             async with sample.keeper.engine_call(sample):
                 self._at_gate.discard(sample.id)
-                address, replica = self._choice.take(sample)
+                address, replica = self._choice.take(sample.place)
                 # What comes later takes a slot that has decoded already.
                 if len(self._waited) < self._claims.capacity:
                     self._waited.append(time.monotonic() - self._idle_since)

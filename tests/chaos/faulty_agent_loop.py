@@ -21,7 +21,6 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 from recipe.partial_rollout.checkpoint.manifest import write_atomically
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from tests.chaos.effects import TRANSCRIPTS
 from tests.chaos.faults import ORDERS, Kind
 
@@ -47,7 +46,8 @@ class FaultyAgentLoop(ToolAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See ``ToolAgentLoop.run``; raises ``CancelledError`` for ``cancel``."""
         if _ordered(Kind.DROP):
-            _drop_next_call(self.server_manager)
+            # A training sample's client stands before the worker's.
+            _drop_next_call(getattr(self.server_manager, "_client", self.server_manager))
         greedy = {**sampling_params, "temperature": 0.0, "max_tokens": _TURN_TOKENS}
         output = await super().run(greedy, **kwargs)  # type: ignore[reportAbstractUsage]
         if _ordered(Kind.CANCEL):
@@ -56,12 +56,12 @@ class FaultyAgentLoop(ToolAgentLoop):
             await asyncio.sleep(0)
             call.cancel()
             await call
-        if (sample := LIVE_SAMPLE.get()) is not None:
+        if (sample := getattr(self.server_manager, "sample_id", None)) is not None:
             transcripts = Path(os.environ[ORDERS]) / TRANSCRIPTS
             transcripts.mkdir(exist_ok=True)
             # Tokens of the model and of its tools' answers.
             said = str(_checksum(output.response_ids)).encode()
-            write_atomically(transcripts / sample.id.replace("/", "_"), said)
+            write_atomically(transcripts / sample.replace("/", "_"), said)
         return output
 
 

@@ -11,18 +11,16 @@ from pathlib import Path
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
-
 
 @function_tool
-def clock(hour: int) -> str:
+def clock(hour: int, call_id: str | None = None) -> str:
     """Reads a clock.
 
     Args:
         hour: hour of the day.
+        call_id: of a training sample's call.
     """
-    sample = LIVE_SAMPLE.get()
-    if sample is None:
+    if call_id is None:
         return "validated"
     try:
         Path(os.environ["TOOL_CALLS"]).with_suffix(".hung").touch(exist_ok=False)
@@ -33,7 +31,7 @@ def clock(hour: int) -> str:
         time.sleep(60)
         return "too late"
     with open(os.environ["TOOL_CALLS"], "a") as file:
-        file.write(f"{sample.id}\n")
+        file.write(f"{call_id.rpartition('/')[0]}\n")
     return f"{hour}+1"
 
 

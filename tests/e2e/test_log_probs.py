@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
 from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
 from tests.unit.shared import Keeper
 
@@ -69,9 +69,8 @@ async def response_of(engine, interrupt_after, **sampling):
     client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
     client.tokenizer = build_tokenizer()
     sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
-    LIVE_SAMPLE.set(sample)
-    output = await client.generate(
-        "r",
+    output = await client.generate_turn(
+        sample,
         prompt_ids=PROMPT,
         sampling_params={"temperature": 0.0, "logprobs": True, "ignore_eos": True, **sampling},
     )

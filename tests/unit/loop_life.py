@@ -6,7 +6,6 @@ made, so ``check`` can tell whether a trained token was made under the context t
 
 import asyncio
 import contextlib
-import contextvars
 import hashlib
 import pickle
 import time
@@ -25,9 +24,7 @@ from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.tool_journal import journaled
 from tests.bench.scripted_engine import ScriptedWorker
 from tests.unit.shared import InProcess, Local, script_replicas, settings_of
 
@@ -113,9 +110,10 @@ class LoopWorker(ScriptedWorker):
     def __init__(self, life):
         super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
         self.life = life
-        self.tools = journaled(life.functions, 10.0)
+        self.tools = life.functions
         self.config.partial_rollout.tools = life.tools
-        self.config.partial_rollout.failures.sample_timeout_s = life.sample_timeout_s
+        limits = self.config.partial_rollout.failures
+        limits.sample_timeout_s, limits.tool_timeout_s = life.sample_timeout_s, 10.0
         self.config.trainer.save_freq, self.config.data = life.save_freq, {}
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
         agent = SimpleNamespace(default_agent_loop="mine")
@@ -273,12 +271,9 @@ class Life:
         """What the loop returns for ``row``, beside the samples that are carried."""
         assert not self.open
         self.engine.aborting.clear()
-        with_no_sample = contextvars.copy_context()
-        with_no_sample.run(LIVE_SAMPLE.set, None)
         trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
         play = partial(self.worker._play, self.worker._maker("mine"), {"temperature": 0.0}, row)
-        validation = self.worker._attempt(play, trajectory)
-        return await asyncio.get_running_loop().create_task(validation, context=with_no_sample)
+        return await self.worker._attempt(play, trajectory)
 
     def figures(self):
         return self.actor._manager.metrics()

@@ -199,7 +199,7 @@ def converse(config, tokenizer, question, answer):
         return TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids))
 
     async def run():
-        tools = journaled(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None))
+        tools = journaled(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None), None)
         engine, options = SimpleNamespace(generate=generate), {"hf_model_type": "qwen3", "tools": ToolListWrap(tools)}
         data = DictConfigWrap(config.data)
         loop = ToolAgentLoop(DictConfigWrap(config), engine, tokenizer, None, RLHFDataset, data, **options)

@@ -26,7 +26,6 @@ from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.shared import byte_tokenizer
@@ -487,7 +486,6 @@ def trained(function, length=3, group_filter=None, **options):
         made._filter, made.vocabulary = group_filter, 100
         tokens = list(range(1, length + 1))
         sample = played(([1, 2, 3], 0, tokens))
-        LIVE_SAMPLE.set(sample)
         said = await Loop().run({}, length=length)
         said.response_ids, said.response_logprobs = tokens, None
         made._maker = lambda name: lambda **_: SimpleNamespace(run=AsyncMock(return_value=said))

@@ -15,8 +15,9 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash, digest_of
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SamplingError
+from recipe.partial_rollout.worker.live_sample import LiveSample, Place, Request, SampleClock, context_hash, digest_of
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient, SamplingError
+from recipe.partial_rollout.worker.observed import REQUEST
 from tests.unit.shared import Keeper, script_replicas
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
@@ -58,10 +59,15 @@ def client_of(replicas="", tokenizer=None):
     return client
 
 
+def ask(client, sample, **request):
+    """What the agent loop of ``sample``, or of a validation, gets from ``client``."""
+    clock = SampleClock("validation row 0") if sample is None else sample.clock
+    return SampleClient(client, sample, clock).generate("r", **request)
+
+
 def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
     async def run():
-        LIVE_SAMPLE.set(sample)
-        return await client.generate("r", prompt_ids=list(prompt), sampling_params=params or sampling_params)
+        return await ask(client, sample, prompt_ids=list(prompt), sampling_params=params or sampling_params)
 
     return asyncio.run(run())
 
@@ -280,7 +286,7 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
     assert generate(client, sample).token_ids == [5, 6]
     assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
     # The first call ended at a: the next one went to b, which died.
-    assert sample.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
+    assert sample.place.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
 
 
 @pytest.mark.parametrize(
@@ -303,10 +309,14 @@ def test_validation_call_is_verls_own(engine):
 
 def test_validation_calls_of_one_loop_go_to_one_replica_and_those_of_many_to_all_alike(engine):
     client, engine.answers = client_of("ab"), [tokens(5)] * 6
-    for loop in (*"pqr", *"rqp"):
-        asyncio.run(client.generate(loop, prompt_ids=[1], sampling_params={}))
-    asked = [call.replica for call in client.take_calls()]
-    assert asked == [*"abaaba"]
+
+    async def loops():
+        own = [SampleClient(client, None, SampleClock(f"validation row {row}")) for row in range(3)]
+        for each in (*own, *reversed(own)):
+            await each.generate("r", prompt_ids=[1], sampling_params={})
+
+    asyncio.run(loops())
+    assert [call.replica for call in client.take_calls()] == [*"abaaba"]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +326,6 @@ def test_request_id_of_a_loops_own_may_be_anything_and_is_never_taken_for_a_trai
     engine.answers, client = [tokens(5)], client_of()
     asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
     assert [call.sample for call in client.take_calls()] == [noted]
-    assert ReplicaChoice(dict.fromkeys("ab")).take_for(own)[0] in "ab"
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
@@ -351,10 +360,9 @@ async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypa
 
     told, sample = [], live()
     script_replicas(monkeypatch, refuses)
-    LIVE_SAMPLE.set(sample)
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(client_of().generate("r", prompt_ids=[1], sampling_params={}), 0.01)
+        await asyncio.wait_for(ask(client_of(), sample, prompt_ids=[1], sampling_params={}), 0.01)
     await sample.end()
     del sample.turns[:]
     gc.collect()
@@ -369,7 +377,7 @@ async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypa
 async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
     sample = live()
     sample.segments = journal(*[([5], version, None, 0) for version in versions])
-    LIVE_SAMPLE.set(sample)
+    REQUEST.set(Request(Place(), sample))
     assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 
 

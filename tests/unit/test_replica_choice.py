@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.live_sample import Place
 from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 
 
 def sample(replica=None, *, resumes=False):
-    return LiveSample("0/0#0", keeper=None, priority=0, replica=replica, resumes=resumes)
+    return Place(replica, resumes)
 
 
 def choice(**running):
@@ -44,14 +44,6 @@ def test_workers_with_few_samples_each_reach_all_replicas_together():
     assert sorted(seen) == list(range(8))
 
 
-def test_requests_without_a_sample_spread_over_the_living_replicas_and_stay_for_their_next_turn():
-    replicas = choice(a=3, b=1, c=2)
-    replicas.leave(sample("c"), "c")
-    taken = {f"r{i}": replicas.take_for(f"r{i}") for i in range(100)}
-    assert replicas._running == {"a": 52, "b": 52} and set(taken.values()) == {("a", "A"), ("b", "B")}
-    assert all(replicas.take_for(request_id) == own for request_id, own in taken.items())
-
-
 def test_choice_by_number_is_that_of_a_full_search():
     rng = random.Random(0)
     replicas = ReplicaChoice({f"r{i}": i for i in range(5)})
@@ -65,14 +57,14 @@ def test_choice_by_number_is_that_of_a_full_search():
             assert replicas._running[address] == fewest + 1
             running.append(address)
         if len(running) == 30 and len(replicas._running) == 5:
-            assert replicas.leave(sample("r2"), "r2")
+            assert replicas.leave("r2")
     assert "r2" not in replicas._running
 
 
 def test_calls_that_go_on_while_a_restarted_replica_is_announced_keep_their_place():
     """Separate placement: b has died, and c is announced while the calls at a are held."""
     replicas = choice(a=8, b=0)
-    replicas.leave(sample("b"), "b")
+    replicas.leave("b")
     replicas.use({"a": "A", "c": "C"})
     assert [replicas.take(sample())[0] for _ in range(8)] == ["c"] * 8, "c is the emptiest by far"
     for address in [*"aaaaaaaa", "b"]:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import (
     RewardError,
@@ -55,7 +55,6 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
 
     async def score(i):
         sample = LiveSample(f"0/{i}#0", keeper=None, priority=0, deadline_s=1.5)
-        LIVE_SAMPLE.set(sample)
         with sample.clock.stopped():
             await scoring._compute_score([], {"uid": sample.id})
 

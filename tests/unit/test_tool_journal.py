@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from contextvars import ContextVar
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.tool_journal import ToolTimeoutError, journaled, repeatable
 from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, tool_schema
 
@@ -28,10 +29,12 @@ def tool_of(function, *, is_async=True):
     return FunctionTool(name="add", fn=function, tool_schema=SCHEMA, is_async=is_async)
 
 
-def run(sample, coroutine):
+def run(sample, tool, story, timeout_s=None):
+    """What ``story`` returns of ``tool``, as the agent loop of ``sample`` or of a validation has it."""
+
     async def main():
-        LIVE_SAMPLE.set(sample)
-        return await coroutine()
+        (ours,) = journaled([tool], sample, timeout_s)
+        return await story(ours)
 
     return asyncio.run(main())
 
@@ -52,19 +55,19 @@ def test_call_that_ended_is_replayed_without_being_made_whichever_ended_first_an
             raise ValueError(f"{a} is negative")
         return ToolResponse(text=str(a + 1)), 0.5, {}
 
-    (tool,) = journaled([tool_of(add)])
+    tool = tool_of(add)
 
-    def three():
+    def three(tool):
         return answers_of([tool.call({"a": a}) for a in (1, 9, -1)])
 
-    made = run(first, three)
+    made = run(first, tool, three)
     second = live(first.keeper.results)
-    assert run(second, three) == made == ["2", "10", "-1 is negative"] and calls == [9, -1, 1]
+    assert run(second, tool, three) == made == ["2", "10", "-1 is negative"] and calls == [9, -1, 1]
     assert (first.calls_replayed, second.calls_replayed, second.keeper.results) == (0, 3, [])
     again = live(first.keeper.results)
-    assert run(again, lambda: tool.call({"a": 1}))[1] == 0.5
+    assert run(again, tool, lambda tool: tool.call({"a": 1}))[1] == 0.5
     # Outside of a training sample a tool is only itself.
-    assert run(None, three) == run(None, three) == made and len(calls) == 9
+    assert run(None, tool, three) == run(None, tool, three) == made and len(calls) == 9
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -77,27 +80,27 @@ def test_call_that_was_cut_off_is_made_again_only_by_a_tool_that_allows_it(allow
         return f"bought {a}"
 
     buy.repeatable = allowed
-    (tool,) = journaled([tool_of(buy)])
+    tool = tool_of(buy)
 
-    def both():
+    def both(tool):
         return answers_of([tool.call({"a": a}) for a in (1, 0)])
 
-    async def dies():
-        task = asyncio.ensure_future(both())
+    async def dies(tool):
+        task = asyncio.ensure_future(both(tool))
         await asyncio.sleep(0.02)
         task.cancel()
 
-    run(first, dies)
+    run(first, tool, dies)
     # An older run journals the beginning of a call even if its tool allows it now.
     (of_zero,) = (entry["asked"] for entry in first.keeper.results if "text" in entry)
     of_one = hashlib.blake2b(repr({"a": 1}).encode(), digest_size=16).hexdigest()
     assert of_one != of_zero
     journal = [{"call": 0, "tool": "add", "asked": of_one, "started": True}, *first.keeper.results]
     second = live(journal)
-    answers = run(second, both)
+    answers = run(second, tool, both)
     assert answers[1] == "bought 0" and calls == [1, 0] + [1] * allowed
     assert answers[0] == "bought 1" if allowed else "may have had its effect, and is not made again" in answers[0]
-    assert run(live([*journal, *second.keeper.results]), both) == answers, "every replay is alike"
+    assert run(live([*journal, *second.keeper.results]), tool, both) == answers, "every replay is alike"
 
 
 class Sandbox(BaseTool):
@@ -121,19 +124,20 @@ class Sandbox(BaseTool):
 
 def test_tool_with_a_life_cycle_is_created_only_for_calls_that_are_made_and_gets_their_ids():
     sandbox, first = Sandbox(), live()
-    (tool,) = journaled([sandbox])
+    seen = []
 
-    async def conversation():
+    async def conversation(tool):
+        seen[:] = [tool.name, tool.tool_schema]
         instance, _ = await tool.create(create_kwargs={"seed": 7})
         answers = [(await tool.execute(instance, {}))[0].text for _ in range(2)]
         await tool.release(instance)
         return answers
 
-    made = run(first, conversation)
-    assert run(live(first.keeper.results), conversation) == made == ["0/0#0/0", "0/0#0/1"]
+    made = run(first, sandbox, conversation)
+    assert run(live(first.keeper.results), sandbox, conversation) == made == ["0/0#0/0", "0/0#0/1"]
     assert sandbox.events == [("create", {"seed": 7}), "execute", "execute", "release"]
-    assert tool.name == "add" and tool.tool_schema is SCHEMA
-    assert run(None, conversation) == ["None", "None"], "in validation"
+    assert seen == ["add", SCHEMA]
+    assert run(None, sandbox, conversation) == ["None", "None"], "in validation"
 
 
 def test_tool_says_in_its_class_or_in_its_config_that_it_may_be_called_again():
@@ -147,9 +151,8 @@ def test_images_are_refused():
     async def picture():
         return ToolResponse(text="", image=[object()])
 
-    (tool,) = journaled([tool_of(picture)])
     with pytest.raises(ValueError, match=r"trains text only; set partial_rollout\.enable=False"):
-        run(live(), lambda: tool.call({}))
+        run(live(), tool_of(picture), lambda tool: tool.call({}))
 
 
 # -- limits --------------------------------------------------------------------------------------------------------------
@@ -184,14 +187,13 @@ HANGING = {
 @pytest.mark.parametrize("where", HANGING)
 def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
     sample = live()
-    (late,) = journaled([HANGING[where]], 0.1)
     with pytest.raises(ToolTimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s .*tool_timeout_s"):
-        run(sample, lambda: calls_in_verls_loop(late, sample))
+        run(sample, HANGING[where], lambda late: calls_in_verls_loop(late, sample), 0.1)
     if where not in ("release", "restore"):
         assert [entry.get("started") for entry in sample.keeper.results] == [True], "it has no answer"
     if where == "coroutine":
         with pytest.raises(ToolTimeoutError, match=r"tool add gave no answer within 0\.1 s"):
-            run(None, lambda: late.call({}))
+            run(None, HANGING[where], lambda late: late.call({}), 0.1)
 
 
 async def times_out():
@@ -204,8 +206,7 @@ async def times_out():
 )
 def test_tools_own_timeout_or_cancellation_is_its_answer_and_its_sample_goes_on(function, said):
     sample = live()
-    (tool,) = journaled([tool_of(function)], 5.0)
-    response, _, _ = run(sample, lambda: calls_in_verls_loop(tool, sample))
+    response, _, _ = run(sample, tool_of(function), lambda tool: calls_in_verls_loop(tool, sample), 5.0)
     assert said in response.text and said in sample.keeper.results[-1]["error"]
 
 
@@ -241,8 +242,7 @@ def workspace(kept, *verbs):
     for verb in (status, snapshot, restore):
         if verb.__name__ in verbs:
             setattr(append, verb.__name__, verb)
-    (tool,) = journaled([tool_of(append)])
-    return tool
+    return tool_of(append)
 
 
 @pytest.mark.parametrize("verbs", [("status", "snapshot", "restore"), ("snapshot", "restore")])
@@ -252,11 +252,10 @@ def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, t
     left_by_a_dead_run = {"text": "z", "calls": {"0/0#0/0": "z"}}
     kept, journal, lives = {"0/0#0": left_by_a_dead_run}, [], 0
 
-    async def life():
+    async def life(ours):
         async def calls():
             return [(await answers_of([ours.call({"text": text})]))[0] for text in "ab!c"]
 
-        ours = workspace(kept, *verbs)
         task = asyncio.ensure_future(calls())
         if lives <= 6:
             for _ in range(ticks):
@@ -268,14 +267,14 @@ def test_effects_happen_once_however_often_the_worker_dies_and_wherever(verbs, t
     while not isinstance(answers, list):
         lives += 1
         sample = live(journal)
-        answers = run(sample, life)
+        answers = run(sample, workspace(kept, *verbs), life)
         journal = [*journal, *sample.keeper.results]
     assert answers == ["a", "ab", "disk full", "ab!c"] and kept["0/0#0"]["text"] == "ab!c" and lives > 1
 
 
 def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
-    sample, ours = live(), workspace({}, "snapshot", "restore")
-    run(sample, lambda: answers_of([ours.call({"text": text}) for text in "ab"]))
+    sample, tool = live(), workspace({}, "snapshot", "restore")
+    run(sample, tool, lambda ours: answers_of([ours.call({"text": text}) for text in "ab"]))
     assert [entry["state"]["text"] for entry in sample.keeper.results if "state" in entry] == ["a", "ab"]
 
 
@@ -283,8 +282,13 @@ def test_parallel_calls_of_a_stateful_tool_come_after_one_another():
 
 
 def test_call_in_a_thread_has_the_context_and_the_error_of_its_own():
-    def add():
-        raise LookupError(LIVE_SAMPLE.get().id)
+    user = ContextVar("user")
 
-    (tool,) = journaled([tool_of(add, is_async=False)])
-    assert run(live(), lambda: answers_of([tool.call({})])) == ["0/0#0"]
+    def add():
+        raise LookupError(user.get())
+
+    def called(tool):
+        user.set("ada")
+        return answers_of([tool.call({})])
+
+    assert run(live(), tool_of(add, is_async=False), called) == ["ada"]

@@ -14,8 +14,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, context_hash
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
+from recipe.partial_rollout.worker.live_sample import LiveSample, context_hash
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
 from tests.unit.shared import Keeper, script_replicas, tool_schema
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
@@ -146,10 +146,10 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
     tokens = [token for call in calls for token in call.tokens[: call.kept]]
     versions = [call.version for call in calls for _ in range(call.kept)]
     sample = LiveSample("0/0#0", Keeper(), priority=0)
-    LIVE_SAMPLE.set(sample)
     tool = FunctionTool(name="look", fn=look, tool_schema=tool_schema("look"), is_async=False)
     config = config_of(response_length, "observation")
-    loop = loop_of(config, [tool], PartialRolloutLLMClient(config))
+    client = PartialRolloutLLMClient(config)
+    loop = loop_of(config, [tool], SampleClient(client, sample, sample.clock))
     made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]), 10**6)
     mask = made.response_mask.astype(bool)
     assert (made.response_ids[mask].tolist(), made.versions[mask].tolist()) == (tokens, versions)

@@ -15,7 +15,7 @@ from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker import claim_loop
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, SampleClock
+from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 from tests.unit.loop_life import Life, config_of, living, output_of
 from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
@@ -125,7 +125,7 @@ async def test_tokens_of_calls_beside_each_other_are_known_as_each_is_interrupte
     first, second = asyncio.Event(), asyncio.Event()
 
     async def twice(client, row, params):
-        sample = LIVE_SAMPLE.get()
+        sample = client._sample
 
         async def call(turn, interrupted):
             async with sample.keeper.engine_call(sample):
@@ -209,16 +209,21 @@ async def test_output_that_no_checkpoint_can_hold_ends_the_run_if_it_is_the_firs
     def scores(unsaveable):
         async def score(output, row):
             output.reward_score = 1.0
-            if LIVE_SAMPLE.get().id == unsaveable:
+            if output.extra_fields["sample"] == unsaveable:
                 output.extra_fields["reward_extra_info"] = {"verdict": object()}
 
         return score
 
-    async with training([[5, 60]], score=scores("0/0#0"), save_freq=1) as one:
+    async def named(client, row, params):
+        output = await says(client, row, params)
+        output.extra_fields["sample"] = client.sample_id
+        return output
+
+    async with training([[5, 60]], named, score=scores("0/0#0"), save_freq=1) as one:
         with pytest.raises(RolloutFailedError, match=r"0/0#0\.reward_extra_info\.verdict: .* cannot be saved"):
             await batch_of(one)
     for save_freq in (1, -1):
-        async with training([[5, 60]], score=scores("0/0#1"), save_freq=save_freq) as one:
+        async with training([[5, 60]], named, score=scores("0/0#1"), save_freq=save_freq) as one:
             assert [output.masked for output in await one.stop_round()] == [False, save_freq > 0]
 
 

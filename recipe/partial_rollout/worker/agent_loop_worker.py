@@ -42,7 +42,7 @@ from recipe.partial_rollout.worker.live_sample import (
 )
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
-from recipe.partial_rollout.worker.tool_journal import journaled, of_sample
+from recipe.partial_rollout.worker.tool_journal import journaled
 
 _THREADS = 1024
 """of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
@@ -75,8 +75,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        ours = self.config.partial_rollout
-        self.tools = journaled(self.tools, ours.failures.tool_timeout_s)
         self._filter = FilterSettings.from_config(self.config)
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
@@ -152,9 +150,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             "logprobs": config.calculate_log_probs,
         }
         make = self._maker(row.pop("agent_name", config.agent.default_agent_loop))
-        client, tools = SampleClient(self.llm_client, sample, sample.clock), of_sample(self.tools, sample)
+        client = SampleClient(self.llm_client, sample, sample.clock)
         with rollout_trace_attr(trace=False):
-            output = await self._play(make, params, row, client, tools)
+            output = await self._play(make, params, row, client, self._journaled(sample))
         await sample.end()
         given = (output.multi_modal_data or {}).items()
         if shown := [kind for kind, data in given if data is not None and (not isinstance(data, list) or data)]:
@@ -163,7 +161,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
-            await self._score(output, row)
+            await self._score(output, row, sample=sample)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output, self.vocabulary)
@@ -173,10 +171,14 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
         try:
-            return await clock.run(play(SampleClient(self.llm_client, None, clock), self.tools))
+            return await clock.run(play(SampleClient(self.llm_client, None, clock), self._journaled(None)))
         except SampleTimeoutError as error:
             held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
             raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
+
+    def _journaled(self, sample: LiveSample | None) -> list[Any]:
+        """The tools for one agent loop, of ``sample`` or of a validation."""
+        return journaled(self.tools, sample, self.config.partial_rollout.failures.tool_timeout_s)
 
 
 # -- tokens and the calls that made them --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError
 from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of, wait
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, SlotState
+from recipe.partial_rollout.worker.live_sample import LiveSample, SlotState
 from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
 
 GRANT_S = 7200.0
@@ -120,7 +120,7 @@ class ClaimLoop:
         name: this worker's name at the manager.
         manager: handle of the manager actor.
         capacity: most samples that may hold a slot here at once.
-        run: runs the agent loop of a granted sample to its end, with ``LIVE_SAMPLE`` set.
+        run: runs the agent loop of a granted sample to its end.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
     """
@@ -212,7 +212,6 @@ class ClaimLoop:
                 self._settle(sample)
 
     async def _run_sample(self, grant: Grant, sample: LiveSample) -> None:
-        LIVE_SAMPLE.set(sample)
         try:
             output = await sample.clock.run(self._begin(grant, sample))
             await self._end(sample)

@@ -8,7 +8,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -125,10 +124,30 @@ def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
     return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where the calls of an agent loop run."""
+
+    replica: str | None = None
+    """address of the replica of its last call, if its prefix is cached there"""
+    resumes: bool = False
+    """whether its last call was interrupted, so that the next one may run elsewhere"""
+
+
 @dataclass(slots=True)
 class Request:
     """What a call asks of a replica."""
 
+    place: Place
+    """of its agent loop"""
+    sample: LiveSample | None = None
+    """None: it is no training sample's"""
+    resumed_tokens: int = 0
+    """of the prompt, those that an engine has read or made before"""
+    begins: bool = False
+    """whether it begins a turn"""
+    waited_s: float = 0.0
+    """see ``EngineCall``"""
     address: str = ""
     server: Any = None
     """handle of the replica's server"""
@@ -243,10 +262,7 @@ class LiveSample:
     """makes it AWAY"""
     ended: bool = False
     """whether its agent loop has ended; what it has left behind is not heard any more"""
-    replica: str | None = None
-    """address of the replica of its last call, if its prefix is cached there"""
-    resumes: bool = False
-    """whether its last call was interrupted, so that the next one may run elsewhere"""
+    place: Place = field(default_factory=Place)
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
     _journal: defaultdict[int, list[Segment]] = field(init=False)
@@ -376,25 +392,16 @@ class OneOfASample:
         return self
 
 
-LIVE_SAMPLE: ContextVar[LiveSample | None] = ContextVar("live_sample", default=None)
+def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
+    """``verb`` in the event loop that runs now, from whichever thread and loop it is called.
 
-
-def at_home(sample: LiveSample | None, verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
-    """``verb``, for ``sample`` and in the event loop that runs now, from whichever thread and loop it is called.
-
-    Agent loops may run their parts in threads, which have event loops and contexts of their own.
+    Agent loops may run their parts in threads, which have event loops of their own.
     """
     home = asyncio.get_running_loop()
 
-    async def named(*args: Any, **kwargs: Any) -> T:
-        LIVE_SAMPLE.set(sample)
-        return await verb(*args, **kwargs)
-
     async def call(*args: Any, **kwargs: Any) -> T:
-        if asyncio.get_running_loop() is not home:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(*args, **kwargs), home))
-        if LIVE_SAMPLE.get() is not sample:
-            return await home.create_task(named(*args, **kwargs))
-        return await verb(*args, **kwargs)
+        if asyncio.get_running_loop() is home:
+            return await verb(*args, **kwargs)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(verb(*args, **kwargs), home))
 
     return call

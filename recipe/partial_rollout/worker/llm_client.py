@@ -4,7 +4,7 @@
 slot again. The agent loop above does not notice, so tools are not called twice and conversation state stays in place. A
 call that was held while the weights changed becomes a segment for each version.
 
-A context variable names the training sample; without one (validation) a call is verl's own, but for its replica.
+Calls of all loops, validation's too, go to replicas that ``ReplicaChoice`` names: verl's load balancer has no part.
 
 A resumed call gets its earlier tokens as prompt, which vLLM does not count, so sampling parameters are adapted:
 
@@ -28,7 +28,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cachetools import LRUCache
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import ResumeKV
@@ -36,9 +35,9 @@ from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.live_sample import (
-    LIVE_SAMPLE,
     LiveSample,
     OneOfASample,
+    Place,
     Request,
     SampleClock,
     Turn,
@@ -49,8 +48,6 @@ from recipe.partial_rollout.worker.live_sample import (
 from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLMClient, version_of
 
 _MARKS = "version_marks"
-_REQUESTS = 10_000
-"""of validations, whose replicas are known for their next turns"""
 _MOVE_ABOVE = 1.25
 """a resumed sample moves if its own replica has more than this many times the running samples of the emptiest"""
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -67,8 +64,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 class SampleClient(OneOfASample):
     """verl's client for one agent loop, in whatever thread or task it generates.
 
-    A context variable tells the other calls of a worker apart, and an executor's threads do not have it.
-
     Args:
         client: the worker's; everything but ``generate`` is its own.
         sample: that the tokens belong to; None in validation.
@@ -78,12 +73,18 @@ class SampleClient(OneOfASample):
     def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None, clock: SampleClock) -> None:
         self._client = client
         self._sample = sample
+        self._clock = clock
+        self._place = Place()
+        """in validation"""
+        self.generate = at_home(self._generate)
 
-        async def generate(request_id: str, **request: Any) -> TokenOutput:
-            with clock.stopped():
-                return await client.generate(request_id, **request)
-
-        self.generate = at_home(sample, generate)
+    async def _generate(self, request_id: str, **asked: Any) -> TokenOutput:
+        with self._clock.stopped():
+            if self._sample is not None:
+                return await self._client.generate_turn(self._sample, **asked)
+            answer = await self._client.generate(request_id, request=Request(self._place), **asked)
+        answer.extra_fields.pop(_MARKS, None)
+        return answer
 
     @property
     def sample_id(self) -> str | None:
@@ -95,9 +96,9 @@ class SampleClient(OneOfASample):
 
 
 class ReplicaChoice:
-    """Counts running samples by replica, and in a validation its requests.
+    """Counts running samples by replica.
 
-    A sample that has blocks cached at a replica (``LiveSample.replica``) goes back to it, unless it resumes after an
+    A sample that has blocks cached at a replica (``Place``) goes back to it, unless it resumes after an
     interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
     with the fewest running samples; of equals, to the one that no sample has gone to for longest.
 
@@ -109,8 +110,6 @@ class ReplicaChoice:
 
     def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
         self.servers = servers
-        self._others: LRUCache[str, Any] = LRUCache(_REQUESTS)
-        """replicas of requests that no training sample makes"""
         addresses = list(servers)
         first = int(place * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
@@ -122,30 +121,24 @@ class ReplicaChoice:
         living = {address: count for address, count in self._running.items() if address in servers}
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
-    def take(self, sample: Any) -> tuple[str, Any]:
-        """Address and handle for the next call of ``sample``, which counts as running there until ``release``."""
+    def take(self, place: Place) -> tuple[str, Any]:
+        """Address and handle for the next call at ``place``, which counts as running there until ``release``."""
         fewest = min(self._running, key=self._running.__getitem__)
-        own = sample.replica if sample.replica in self._running else fewest
-        if sample.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
+        own = place.replica if place.replica in self._running else fewest
+        if place.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
             own = fewest
-        sample.replica, sample.resumes = own, False
+        place.replica, place.resumes = own, False
         self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
-
-    def take_for(self, request_id: Any) -> tuple[str, Any]:
-        """As ``take``, for a request that no training sample makes; all calls of its loop have one id."""
-        return self.take(self._others.setdefault(str(request_id), SimpleNamespace(replica=None, resumes=False)))
 
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""
         if address in self._running:
             self._running[address] -= 1
 
-    def leave(self, sample: LiveSample, address: str) -> bool:
-        """Drop the dead replica at ``address``, where ``sample`` was; returns whether any other is left."""
+    def leave(self, address: str) -> bool:
+        """Drop the dead replica at ``address``; returns whether any other is left."""
         self._running.pop(address, None)
-        if sample.replica == address:
-            sample.replica = None
         return bool(self._running)
 
 
@@ -153,7 +146,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
     replicas: ReplicaChoice
-    """the worker's, once it is connected"""
+    """set by the worker before any call"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,25 +156,24 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def _vllm_request_id(self, request_id: str) -> str:
-        sample, request = LIVE_SAMPLE.get(), REQUEST.get()
-        if sample is None:
+        request = REQUEST.get()
+        if request.sample is None:
             return super()._vllm_request_id(request_id)
-        made = request_id_of(sample.group, sample.first_version)
-        if request is not None:
-            request.id = made
-        return made
+        request.id = request_id_of(request.sample.group, request.sample.first_version)
+        return request.id
 
-    async def _choose_server(self, request_id: str, **extra: Any):
-        sample = LIVE_SAMPLE.get()
-        return self.replicas.take_for(request_id) if sample is None else self.replicas.take(sample)
+    async def _acquire_server(self, request_id: str, **extra: Any):
+        request = REQUEST.get()
+        request.address, request.server = self.replicas.take(request.place)
+        return request.address, request.server
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self.replicas.release(server_id)
 
-    async def generate(  # type: ignore[override]
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    async def generate_turn(
+        self, sample: LiveSample, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Generate one turn, in one engine call or in several if it is interrupted.
+        """Generate one turn of ``sample``, in one engine call or in several if it is interrupted.
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
@@ -191,11 +183,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             RuntimeError: the engine returned tokens without one log-prob each.
             SamplingError: a sampling parameter would not survive an interruption.
         """
-        sample = LIVE_SAMPLE.get()
-        if sample is None:
-            last = await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-            last.extra_fields.pop(_MARKS, None)
-            return last
         sample.require_life()
         check_sampling(sample.id, sampling_params, self.tokenizer)
         known = sample.turns[-1].start + len(sample.turns[-1]) if sample.turns else 0
@@ -248,20 +235,23 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             asked = time.time()
             async with sample.keeper.engine_call(sample):
                 sample.calls += 1
-                turn.request = request = Request()
+                turn.request = request = Request(
+                    sample.place,
+                    sample,
+                    resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
+                    begins=not turn.segments,
+                    waited_s=time.time() - asked,
+                )
                 try:
-                    last = await super().generate(
+                    last = await self.generate(
                         f"{sample.id}@{sample.calls}",
                         request=request,
-                        resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
-                        begins=not turn.segments,
-                        waited_s=time.time() - asked,
                         prompt_ids=prompt_ids + done,
                         sampling_params=sampling_of_call(params, budget, len(done)),
                         **kwargs,
                     )
                 except ReplicaError as error:
-                    if not error.dead or not self.replicas.leave(sample, request.address):
+                    if not error.dead or not self.replicas.leave(request.address):
                         raise
                     # Another replica lives.
                     continue
@@ -271,10 +261,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
                 if not (turn.complete or turn.given_up):
-                    sample.resumes = True
+                    sample.place.resumes = True
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
-                        sample.replica = None
+                        sample.place.replica = None
                     sample.keeper.release_slot(sample)
         return last
 

@@ -44,7 +44,7 @@ from recipe.partial_rollout.manager.policies import (
 )
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, ToldError, answer_of, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, Request, SampleTimeoutError
+from recipe.partial_rollout.worker.live_sample import LiveSample, Place, Request, SampleTimeoutError
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -59,8 +59,8 @@ from recipe.partial_rollout.worker.rewards import (
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
 """of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
-REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
-"""in which the running call notes where it goes"""
+REQUEST: ContextVar[Request] = ContextVar("request")
+"""that verl's ``generate`` makes at this moment; it notes where it goes"""
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
 
@@ -94,31 +94,14 @@ class ObservedLLMClient(LLMServerClient):
         return calls
 
     async def _acquire_server(self, request_id: str, **extra: Any):
-        server_id, handle = await self._choose_server(request_id, **extra)
-        if (request := REQUEST.get()) is not None:
-            request.address, request.server = server_id, handle
-        return server_id, handle
-
-    async def _choose_server(self, request_id: str, **extra: Any):
-        return await super()._acquire_server(request_id, **extra)
+        request = REQUEST.get()
+        request.address, request.server = await super()._acquire_server(request_id, **extra)
+        return request.address, request.server
 
     async def generate(  # type: ignore[override]
-        self,
-        request_id: str,
-        *,
-        request: Request | None = None,
-        resumed_tokens: int = 0,
-        begins: bool = False,
-        waited_s: float = 0.0,
-        **kwargs: Any,
+        self, request_id: str, *, request: Request | None = None, **kwargs: Any
     ) -> TokenOutput:
         """``LLMServerClient.generate``, noted.
-
-        Args:
-            request: where to note where it goes.
-            resumed_tokens: of the prompt, those that an engine has read or made before.
-            begins: whether it begins a turn.
-            waited_s: see ``EngineCall``.
 
         Raises:
             ReplicaError: the replica died or refused the request; the message names it.
@@ -127,10 +110,10 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        sample, request, start = LIVE_SAMPLE.get(), request or Request(), time.time()
+        request, start = request or Request(Place()), time.time()
         output = await self._asked(request_id, request, kwargs)
         # A call that was aborted in the engine's queue prefilled nothing.
-        prefilled = resumed_tokens if output.token_ids else 0
+        prefilled = request.resumed_tokens if output.token_ids else 0
         self._calls.append(
             EngineCall(
                 replica=request.address,
@@ -143,10 +126,10 @@ class ObservedLLMClient(LLMServerClient):
                 queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
                 # A sample of noPR has no other name than the request id that its loop keeps for all its turns, of any type;
                 # a "#" is for PR's.
-                sample=str(request_id)[:_ID_DIGITS].replace("#", "-") if sample is None else sample.id,
+                sample=request.sample.id if request.sample else str(request_id)[:_ID_DIGITS].replace("#", "-"),
                 interrupted=output.stop_reason in ABORTED,
-                earlier_tokens=prefilled if begins else 0,
-                waited_s=round(waited_s, 3),
+                earlier_tokens=prefilled if request.begins else 0,
+                waited_s=round(request.waited_s, 3),
             )
         )
         return output
@@ -306,8 +289,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         output.extra_fields[REWARD_INFO] = {"sample_error": error}
         return output
 
-    async def _score(self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False) -> None:
+    async def _score(
+        self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False, sample: LiveSample | None = None
+    ) -> None:
         """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
+
+        Args:
+            sample: whose output it is in PR's training; the manager is told what fails.
 
         Raises:
             OverlongError: it does not fit a batch.
@@ -334,7 +322,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
                     raise
                 logger.warning("%s; scored again", error)
-                if (sample := LIVE_SAMPLE.get()) is not None:
+                if sample is not None:
                     sample.keeper.outbox.note_error(error)
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))

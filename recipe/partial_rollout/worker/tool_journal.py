@@ -54,7 +54,7 @@ from verl.tools.function_tool import FunctionTool, normalize_function_tool_retur
 from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack, unpack
-from recipe.partial_rollout.worker.live_sample import LIVE_SAMPLE, LiveSample, OneOfASample, at_home
+from recipe.partial_rollout.worker.live_sample import LiveSample, OneOfASample, at_home
 
 T = TypeVar("T")
 
@@ -74,21 +74,17 @@ class ToolTimeoutError(TimeoutError):
     """A tool did not answer in time."""
 
 
-def journaled(tools: list[Any], timeout_s: float | None = None) -> list[Any]:
-    """``tools`` as verl loads them (``load_all_tools``), each with a journal, and ``timeout_s`` for a call."""
+def journaled(tools: list[Any], sample: LiveSample | None, timeout_s: float | None = None) -> list[Any]:
+    """``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
+
+    Args:
+        sample: has the journal; None: there is none, in validation. timeout_s: for a call; None: no limit.
+    """
     return [
-        _journaled_function(tool, _Calls(tool.name, tool.fn, timeout_s))
+        _journaled_function(tool, _Calls(tool.name, tool.fn, sample, timeout_s))
         if isinstance(tool, FunctionTool)
-        else JournaledTool(tool, _Calls(tool.name, tool, timeout_s))
+        else JournaledTool(tool, _Calls(tool.name, tool, sample, timeout_s))
         for tool in tools
-    ]
-
-
-def of_sample(tools: list[Any], sample: LiveSample) -> list[Any]:
-    """``tools``, journaled, for the agent loop of ``sample``, in whatever thread it calls them."""
-    bound = partial(at_home, sample)
-    return [
-        replace(tool, fn=bound(tool.fn)) if isinstance(tool, FunctionTool) else tool.through(bound) for tool in tools
     ]
 
 
@@ -98,16 +94,17 @@ def repeatable(tool: Any) -> bool:
 
 
 class _Calls:
-    """The calls of one tool: each within its deadline, and journaled.
+    """The calls of one tool by one agent loop: each within its deadline, and journaled.
 
     Args:
         name: of the tool.
         tool: what has the optional attributes (see the module).
-        timeout_s: for one call; None: no limit.
+        sample, timeout_s: see ``journaled``.
     """
 
-    def __init__(self, name: str, tool: Any, timeout_s: float | None) -> None:
+    def __init__(self, name: str, tool: Any, sample: LiveSample | None, timeout_s: float | None) -> None:
         self._name = name
+        self.sample = sample
         self._timeout_s = timeout_s
         self._repeatable = repeatable(tool)
         self._named = "call_id" in inspect.signature(getattr(tool, "execute", tool)).parameters
@@ -127,7 +124,7 @@ class _Calls:
         """``call``'s result.
 
         Raises:
-            ToolTimeoutError: none in time; the running sample fails with it, too.
+            ToolTimeoutError: none in time; the sample fails with it, too.
         """
         limit = asyncio.timeout(self._timeout_s)
         try:
@@ -136,7 +133,7 @@ class _Calls:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            sample = LIVE_SAMPLE.get()
+            sample = self.sample
             late = ToolTimeoutError(
                 f"tool {self._name} gave no answer{'' if sample is None else f' to sample {sample.id}'} within "
                 f"{self._timeout_s:g} s (partial_rollout.failures.tool_timeout_s)"
@@ -148,13 +145,13 @@ class _Calls:
     async def once(
         self, asked: Any, call: Callable[..., Awaitable[Result]], fields: dict[str, Any] | None = None
     ) -> Result:
-        """Result of the running sample's next call: from its journal, else of ``call``, which gets its ``call_id`` if the
+        """Result of the sample's next call: from its journal, else of ``call``, which gets its ``call_id`` if the
         tool takes one.
 
         Args:
             asked: the call's arguments. fields: in which a call may leave something for the reward.
         """
-        sample = LIVE_SAMPLE.get()
+        sample = self.sample
         if sample is None:
             return await self.within(call(**self._own(None)))
         sample.require_life()
@@ -292,7 +289,7 @@ def _journaled_function(tool: FunctionTool, calls: _Calls) -> FunctionTool:
 
         return await calls.once(parameters, run)
 
-    return replace(tool, fn=call, is_async=True)
+    return replace(tool, fn=at_home(call), is_async=True)
 
 
 class _NoResponse:
@@ -316,15 +313,10 @@ class JournaledTool(OneOfASample):
         self._calls = calls
         self._to_create: dict[str, dict[str, Any]] = {}
         self._created: dict[str, str] = {}
+        self.create, self.execute, self.release = map(at_home, (self.create, self.execute, self.release))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tool, name)
-
-    def through(self, bound: Callable[[Any], Any]) -> Any:
-        """The same tool, whose verbs are called through ``bound``."""
-        same = JournaledTool(self._tool, self._calls)
-        same.create, same.execute, same.release = map(bound, (self.create, self.execute, self.release))
-        return same
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
         """Return an instance id; in training the tool's own instance is created by the first call that is real.
@@ -332,7 +324,7 @@ class JournaledTool(OneOfASample):
         So there is no response of it yet, and a loop that reads one is refused.
         """
         instance_id = instance_id or uuid4().hex
-        if LIVE_SAMPLE.get() is None:
+        if self._calls.sample is None:
             self._created[instance_id], response = await self._calls.within(self._tool.create(instance_id, **kwargs))
             return instance_id, response
         self._to_create[instance_id] = kwargs
