@@ -51,7 +51,8 @@ def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_promp
     rounds, figures, _ = play(tmp_path, "partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed")
     assert Counter(group.uid for round_ in rounds for group in round_.trained) == {f"0/{i}": 1 for i in range(PROMPTS)}
     assert [len(round_.trained) for round_ in rounds] == [BATCH] * STEPS
-    assert len(rounds[0].admitted) > BATCH, "groups that started in mid-round"
+    born = Counter(group.birth for round_ in rounds for group in round_.trained)
+    assert born[0] > BATCH, "groups that started in mid-round"
     assert 1 <= max(age for round_ in rounds for group in round_.trained for age in group.staleness) <= 4
     assert figures["lost_samples"] == figures["inflight/samples"] == 0
     assert figures["buffer/resumed_total"] == figures["buffer/interrupted_total"] > 0
@@ -66,7 +67,8 @@ def test_april_replaces_the_groups_that_score_alike_until_the_data_ends(tmp_path
     assert set(uids.values()) == {1} and PROMPTS - BATCH < len(uids) <= PROMPTS and result.exhausted
     assert groups and {group.value for group in groups} == {0.0}
     assert all(len(group.lengths) == N for group in groups)
-    assert len(rounds[0].admitted) > BATCH
+    born = Counter(group.birth for round_ in rounds for group in (*round_.trained, *round_.filtered))
+    assert born[0] > BATCH
     assert 0 < len(rounds) < STEPS and {len(round_.trained) for round_ in rounds} == {BATCH}
     # Those that nothing could replace any more.
     dull = sum(int(group.uid[2:]) % 3 == 0 for round_ in rounds for group in round_.trained)

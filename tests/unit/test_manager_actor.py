@@ -67,17 +67,18 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
     batch = await soon(waiting)
     refilled = [grant.group_uid for grant in await actor.claim("w0")]
     await end(actor, output, "0/2#0")
-    assert uids(batch.groups) == ["0/0", "0/1"] and batch.admitted == ("0/0", "0/1", "0/2") and batch.decided_at > 0
+    assert uids(batch.groups) == ["0/0", "0/1"] and batch.decided_at > 0
     assert refilled == ([] if stop else ["0/3"])
     ready = actor._manager.metrics()["buffer/ready_groups"]
     assert ready == 1, "what ends after the decision is of a later batch"
     if not stop:
         account, after = await actor.finish_step(uids(batch.groups)), actor._manager.metrics()
-        assert account.metrics["buffer/ready_groups"] == 1
+        assert account.metrics["buffer/ready_groups"] == 1 and account.admitted == [f"0/{i}" for i in range(5)]
         assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after
         await actor.begin_version(1, [], 0)
         await end(actor, output, "0/3#0")
-        assert (await soon(actor.wait_batch(False))).admitted == ("0/3", "0/4")
+        batch = await soon(actor.wait_batch(False))
+        assert (await actor.finish_step(uids(batch.groups))).admitted == ["0/5"]
 
 
 async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
@@ -131,9 +132,11 @@ async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(st
     resumed = actor_of()
     await resumed.load(path)
     await resumed.begin_version(0, [], 0)
-    resumed = await soon(resumed.wait_batch(stop))
-    assert batch.groups == [] and batch.admitted == ()
-    assert uids(resumed.groups) == ["0/0"] and resumed.admitted == ("0/0", "0/1")
+    batch_resumed = await soon(resumed.wait_batch(stop))
+    assert batch.groups == [] and uids(batch_resumed.groups) == ["0/0"]
+    if stop:
+        await resumed.flushed("w0")
+    assert (await soon(resumed.finish_step(["0/0"]))).admitted == ["0/0", "0/1"], "no step has told of them"
 
 
 @BOTH
@@ -180,7 +183,9 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 # -- dynamic sampling --------------------------------------------------------------------------------------------------
 
 
-async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with_the_next_batch(prompts, output):
+async def test_what_is_admitted_and_filtered_while_the_trainer_has_the_batch_is_told_with_its_step_and_once(
+    prompts, output
+):
     """Prompt 3 is admitted after the first batch was decided, and filtered before that batch is trained."""
     actor, _ = await begun(prompts, batch=2, n=2, mode=Mode.SSIM, group_filter=FilterSettings("reward"))
     actor.CLAIM_WAIT_S = 0.01
@@ -202,7 +207,8 @@ async def test_group_filtered_before_its_admission_is_told_is_accounted_for_with
     await score("0/5", 0, 1)
     batch = await soon(actor.wait_batch(False))
     second = await actor.finish_step(uids(batch.groups))
-    assert uids(first.filtered) == ["0/2"] and "0/3" in batch.admitted and uids(second.filtered) == ["0/3"]
+    assert uids(first.filtered) == ["0/3", "0/2"] and second.filtered == []
+    assert [*first.admitted, *second.admitted] == [f"0/{i}" for i in range(6)] and "0/3" in first.admitted
 
 
 async def test_equal_group_that_is_trained_all_the_same_is_told_with_its_step_alone_after_a_resume_too(
@@ -297,4 +303,4 @@ async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_st
     (grant,) = await soon(actor.claim("w0"))
     assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
     await end(actor, output, sample)
-    assert (await soon(waiting)).admitted == ("0/0",)
+    assert uids((await soon(waiting)).groups) == ["0/0"]

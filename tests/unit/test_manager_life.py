@@ -171,7 +171,7 @@ class ManagerLife(RuleBasedStateMachine):
         """A process starts the training, or resumes it from a checkpoint."""
         if not resumed:
             self.directory = tempfile.TemporaryDirectory(dir=MEMORY)
-        self.taken_groups, self.told, self.began = [], (), False
+        self.taken_groups, self.began = [], False
         facts = {"max_staleness": self.max_staleness, "filters": self.filter is not None, "drains": self.limited}
         sizes = {"epoch_prompts": self.supply, "total": self.total, "offered": self.supply}
         settings = pr_settings(self.batch, self.n, 1, **facts, **sizes, resumed=self.step if resumed else 0)
@@ -424,7 +424,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
     @rule(stop=st.booleans())
     def take_batch(self, stop):
-        taken, self.told = self.manager.take_batch(stop=stop), self.manager.admitted
+        taken = self.manager.take_batch(stop=stop)
         self.check(taken)
         self.taken_groups = taken
         assert self.manager.round_open is not stop
@@ -473,8 +473,8 @@ class ManagerLife(RuleBasedStateMachine):
         model.taken = []
         step, version = self.step, self.step - 1
         trained = [TrainedGroup.of(group, version) for group in self.taken_groups]
-        phase, filtered = RolloutPhase(0.0, 0.0, ()), self.manager.groups.take_filtered()
-        self.log.round(Round(step=step, phase=phase, trained=trained, admitted=self.told, filtered=filtered))
+        phase, (admitted, filtered) = RolloutPhase(0.0, 0.0, ()), self.manager.groups.take_ledger()
+        self.log.round(Round(step=step, phase=phase, trained=trained, admitted=admitted, filtered=filtered))
 
     @precondition(lambda self: started(self) and self.may_begin())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())

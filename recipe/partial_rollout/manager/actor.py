@@ -184,14 +184,14 @@ class ManagerActor:
                 return PromptsWanted(manager.wanted)
             await self._wait_at_most(max(0.1, self._stall_left_s()))
         decided_at = time.time()
-        groups, admitted = manager.take_batch(stop=stop), manager.admitted
+        groups = manager.take_batch(stop=stop)
         if stop:
             self._await_reports(manager.slots.workers)
         else:
             garbage.release()
             manager.admit()
             self._wake()
-        return ReadyBatch(decided_at, groups, admitted, manager.wanted)
+        return ReadyBatch(decided_at, groups, manager.wanted)
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
@@ -203,7 +203,7 @@ class ManagerActor:
         self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
         before, self._spared = self._spared, self._manager.counters.spared_groups
-        return StepAccount(self._manager.groups.take_filtered(), metrics, errors, self._spared - before)
+        return StepAccount(*self._manager.groups.take_ledger(), metrics, errors, self._spared - before)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""

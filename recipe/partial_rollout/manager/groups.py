@@ -150,8 +150,6 @@ class Groups:
     """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
     """uids of the groups entered that are not in the ledger yet"""
-    told: int = 0
-    """the first of these: the trainer gets them with its batch; kept until it is trained, because a crash may undo it"""
     filtered: list[FilteredGroup] = field(default_factory=list)
     """FILTERED groups that are not in the ledger yet"""
 
@@ -225,7 +223,6 @@ class Groups:
             self._move(group, GroupState.TAKEN)
             self._no_longer(group.birth)
             self.taken[group.uid] = group
-        self.told = len(self.admitted)
         return [TakenGroup(g.uid, g.order, g.prompt.row, g.stored, g.birth) for g in batch]
 
     def train(self, uids: Iterable[str]) -> None:
@@ -244,15 +241,12 @@ class Groups:
         for order in [order for order in self.trained if order < oldest]:
             self.counters.passed_groups += 1
             self.counters.passed_tokens += self.trained.pop(order)
-        del self.admitted[: self.told]
-        self.told = 0
 
-    def take_filtered(self) -> tuple[FilteredGroup, ...]:
-        """Groups filtered since the last call, but for those whose admission is not told yet: they come later."""
-        told = self.counters.admitted_groups - (len(self.admitted) - self.told)
-        filtered = tuple(group for group in self.filtered if group.order < told)
-        self.filtered = [group for group in self.filtered if group.order >= told]
-        return filtered
+    def take_ledger(self) -> tuple[list[str], list[FilteredGroup]]:
+        """Uids of the groups entered, and the groups filtered, since the last call: the ledger gets them with a step."""
+        entries = self.admitted, self.filtered
+        self.admitted, self.filtered = [], []
+        return entries
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:
         if group.state is not _FOLLOWS[state]:

@@ -75,8 +75,8 @@ class PromptsManager:
     >>> output = SampleOutput(token, token, token, -token, 0 * token, 1, 1.0, {}, 2, {})
     >>> for sample_id in ("0/0#0", "0/0#1"):
     ...     manager.finish(sample_id, output)
-    >>> [group.uid for group in manager.take_batch(stop=True)], manager.admitted
-    (['0/0'], ('0/0', '0/1'))
+    >>> [group.uid for group in manager.take_batch(stop=True)]
+    ['0/0']
     >>> manager.interrupt("0/1#0")
 
     Args:
@@ -345,11 +345,6 @@ class PromptsManager:
         self._version_state = VersionState.CLOSED if stop else VersionState.AHEAD
         self.batch_taken = True
         return groups.take(size)
-
-    @property
-    def admitted(self) -> tuple[str, ...]:
-        """Uids that the trainer gets with its batch: admitted since the one before; a checkpoint keeps them as long."""
-        return tuple(self.groups.admitted[: self.groups.told])
 
     # -- observation -----------------------------------------------------------------------------------------------
 

@@ -322,8 +322,6 @@ class ReadyBatch:
     """unix seconds"""
     groups: list[TakenGroup] = field(default_factory=list)
     """empty if the rollout was suspended; the caller fetches their outputs from the store"""
-    admitted: tuple[str, ...] = ()
-    """uids of the groups admitted since the batch before, in order; a checkpoint keeps them until the batch is trained"""
     wanted: int = 0
     """prompts to offer with the next version (``PromptsManager.wanted``)"""
 
@@ -340,8 +338,10 @@ class PromptsWanted:
 class StepAccount:
     """What ``finish_step`` tells about a step that is trained; the ledger must have it before the next checkpoint."""
 
-    filtered: tuple[FilteredGroup, ...]
-    """filtered since the step before, of those whose admission a batch has told"""
+    admitted: list[str]
+    """uids of the groups admitted since the step before, in order"""
+    filtered: list[FilteredGroup]
+    """since the step before"""
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
     errors: tuple[ToldError, ...] = ()

@@ -196,7 +196,7 @@ class Driver:
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
         groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
-        batch = StepBatch(step, start, ready.admitted, groups, since, opened_at, taken_at, waits)
+        batch = StepBatch(step, start, groups, since, opened_at, taken_at, waits)
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
         if self._stops and step < session.steps.last:

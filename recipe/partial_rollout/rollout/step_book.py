@@ -24,8 +24,6 @@ class StepBatch:
     step: int
     start: VersionStart
     """of its version"""
-    admitted: tuple[str, ...]
-    """uids of the groups admitted since the batch before was taken, in order"""
     groups: list[TakenGroup]
     since: float
     """colocated: when it was asked for; separate: when the batch before was taken"""
@@ -88,7 +86,7 @@ def booked(
         step=batch.step,
         phase=RolloutPhase(batch.since, batch.until, tuple(calls)),
         trained=trained,
-        admitted=batch.admitted,
+        admitted=account.admitted,
         filtered=account.filtered,
         interrupt_s=batch.waits.get("interrupt_s"),
         resume_s=batch.waits.get("resume_s"),
