@@ -11,7 +11,7 @@ import pytest
 
 from recipe.partial_rollout.config.settings import Deadlines, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.types import Prompt, PromptsWanted
+from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver, RolloutState
@@ -261,7 +261,7 @@ async def test_separate_step_is_booked_from_the_batch_before_to_this_one():
 @both
 async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
-        answers, asked, offer = [PromptsWanted(2)], one.manager.wait_batch, one.manager.offer
+        answers, asked, offer = [None], one.manager.wait_batch, one.manager.offer
         one.manager.offer = AsyncMock(side_effect=offer)
 
         async def wait_batch(stop):

@@ -376,7 +376,7 @@ async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypa
 )
 async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
     sample = live()
-    sample.segments = journal(*[([5], version, None, 0) for version in versions])
+    sample.start_turn(3).segments = journal(*[([5], version, None, 0) for version in versions])
     REQUEST.set(Request(Place(), sample))
     assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 

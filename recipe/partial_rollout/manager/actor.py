@@ -32,7 +32,6 @@ from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import (
     Grant,
     Prompt,
-    PromptsWanted,
     ReadyBatch,
     Report,
     RolloutFailedError,
@@ -128,11 +127,11 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts that the next version may need beyond the reserve."""
+        """Number of prompts to offer: what this version, or the next, may need beyond the reserve."""
         return self._manager.wanted
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
-        """Answer to ``PromptsWanted``: these prompts replace filtered groups."""
+        """These prompts replace filtered groups."""
         self._manager.reserve.offer(prompts, source_left)
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
@@ -157,12 +156,12 @@ class ManagerActor:
             self._wake()
         return VersionStart(carried, exhausted=manager.exhausted)
 
-    async def wait_batch(self, stop: bool) -> ReadyBatch | PromptsWanted:
+    async def wait_batch(self, stop: bool) -> ReadyBatch | None:
         """Wait until the batch of this version is complete, and take it.
 
         With ``stop`` no sample can be claimed from then on, and ``flush`` waits for every worker. Without, everything else
-        runs on, and what admission allows is refilled. Returns early with ``PromptsWanted`` when dynamic sampling runs low
-        on reserve prompts, and with no groups if the rollout was suspended: then what the last reports complete goes into
+        runs on, and what admission allows is refilled. Returns early with None when dynamic sampling runs low on reserve
+        prompts: offer those that are wanted, and ask again; and with no groups if the rollout was suspended: then what the last reports complete goes into
         the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
 
         Raises:
@@ -181,7 +180,7 @@ class ManagerActor:
             if manager.round_complete():
                 break
             if manager.short_of_prompts:
-                return PromptsWanted(manager.wanted)
+                return None
             await self._wait_at_most(max(0.1, self._stall_left_s()))
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
@@ -191,7 +190,7 @@ class ManagerActor:
             garbage.release()
             manager.admit()
             self._wake()
-        return ReadyBatch(decided_at, groups, manager.wanted)
+        return ReadyBatch(decided_at, groups)
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""

@@ -322,16 +322,6 @@ class ReadyBatch:
     """unix seconds"""
     groups: list[TakenGroup] = field(default_factory=list)
     """empty if the rollout was suspended; the caller fetches their outputs from the store"""
-    wanted: int = 0
-    """prompts to offer with the next version (``PromptsManager.wanted``)"""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptsWanted:
-    """A request for prompts: the rollout continues and may filter more groups than the reserve can replace."""
-
-    count: int
-    """prompts to offer before ``wait_batch`` is called again"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,6 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
     """tokens of these that were made by weights older than those that the update starts from"""
     masked: Count = 0
     """samples that failed for good"""
-    parts: list[tuple[Count, Count, Count, Count]] = []
-    """numbers of tokens, log-probs, versions and mask entries of each sample; left out where, as in a sound one, each of
-    them is its length"""
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.staleness) == len(self.segments):
@@ -142,20 +139,17 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
     def of(cls, group: TakenGroup, version: int) -> Self:
         """The record of ``group``, which the update on the weights of ``version`` trains."""
         outputs = group.outputs
-        parts = [(len(o.response_ids), len(o.log_probs), len(o.versions), len(o.response_mask)) for o in outputs]
-        lengths = [output.response_length for output in outputs]
         return cls(
             uid=group.uid,
             order=group.order,
             prompt=prompt_identity(group.row),
             birth=group.birth,
-            lengths=lengths,
+            lengths=[output.response_length for output in outputs],
             staleness=[output.staleness(version) for output in outputs],
             segments=[output.segments for output in outputs],
             tokens=sum(len(output.generated) for output in outputs),
             off_policy_tokens=int(sum((output.generated < version).sum() for output in outputs)),
             masked=sum(output.masked for output in outputs),
-            parts=parts if parts != [(length,) * 4 for length in lengths] else [],
         )
 
     @property

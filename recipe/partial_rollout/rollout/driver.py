@@ -200,17 +200,17 @@ class Driver:
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
         if self._stops and step < session.steps.last:
-            self._begin_version(step, session.source.take(ready.wanted))
+            self._begin_version(step, await self._wanted_prompts())
         return groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
         """The batch, once it is complete; whenever the manager wants prompts first, it gets them."""
-        source = self._session.source
         while True:
-            answer = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
-            if isinstance(answer, ReadyBatch):
-                return answer
-            offered = self._manager.offer.remote(source.take(answer.count), source.left)
+            ready = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
+            if ready is not None:
+                return ready
+            prompts = await self._wanted_prompts()
+            offered = self._manager.offer.remote(prompts, self._session.source.left)
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def _start_round(self, step: int) -> None:

@@ -21,7 +21,6 @@ from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 
 _SHOWN = 20
-_PARTS = ("tokens", "log-probs", "versions", "mask entries")
 _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 """settings that no process of a run may change"""
 
@@ -74,10 +73,6 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
                 f"sample {group.uid}#{index} was trained in step {step} with staleness {staleness}: "
                 f"at most {settings.max_staleness}"
             )
-    for index, counts in enumerate(group.parts):
-        if len(set(counts)) != 1:
-            parts = ", ".join(f"{count} {part}" for count, part in zip(counts, _PARTS, strict=True))
-            yield f"sample {group.uid}#{index} of step {step} has {parts}: must be equal"
     samples, tokens, off_policy = len(group.lengths), group.tokens, group.off_policy_tokens
     if samples != settings.samples_per_group:
         yield f"prompt {group.uid} was trained in step {step} with {samples} samples of {settings.samples_per_group}"

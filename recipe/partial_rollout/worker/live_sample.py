@@ -238,8 +238,6 @@ class LiveSample:
     """deadline of ``clock``"""
     tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
     """by tool"""
-    segments: list[Segment] = field(default_factory=list)
-    """what its turns are made of, in the order in which it came, including what is from the journal"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run beside each other"""
     decoded: int = 0
@@ -294,9 +292,15 @@ class LiveSample:
         return self.id.partition("#")[0]
 
     @property
+    def segments(self) -> list[Segment]:
+        """What its turns are made of, including what is from the journal."""
+        return [segment for turn in self.turns for segment in turn.segments]
+
+    @property
     def first_version(self) -> int | None:
         """Policy version of its first token; None if there is none yet, or if the replica did not say."""
-        return self.segments[0].version if self.segments and self.segments[0].version >= 0 else None
+        first = min((segment.version for segment in self.segments), default=-1)
+        return first if first >= 0 else None
 
     def start_turn(self, start: int, context: bytes = b"", asked: str = "") -> Turn:
         """Begin a turn after ``start`` tokens; it has what the journal knows of the same question.
@@ -308,7 +312,6 @@ class LiveSample:
         self._next_turn = max(self._next_turn, number + 1)
         turn = Turn(number, start, context, asked, self._journal.pop(number, []))
         self.turns.append(turn)
-        self.segments.extend(turn.segments)
         return turn
 
     def add(self, turn: Turn, segment: Segment) -> None:
@@ -319,7 +322,6 @@ class LiveSample:
         self.decoded += len(segment)
         if not turn.given_up:
             turn.segments.append(segment)
-            self.segments.append(segment)
             self.unsent.segments.append(segment)
 
     def give_up(self, turn: Turn) -> None:
