@@ -189,9 +189,7 @@ class _Drive:
         waits = self._all("waited")
         if (started := sum(slots for _, _, slots in waits)) < expected:
             raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
-        flushing = self._ask("flush")
-        flushed_at = _get(self._manager.flush.remote(), "the manager to hear from all workers")
-        _get(flushing, "all workers to report")
+        flushed_at = max(_get(self._ask("flush"), "all workers to report"))
         _get(self._manager.finish_step.remote([group.uid for group in groups]), "the manager to forget the batch")
         return {
             "round_s": quiet - began,

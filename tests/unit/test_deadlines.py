@@ -15,7 +15,7 @@ WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
 """``waits.wait``, ``WeightTransfer._watched``, the guard's two; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
-    "rollout/driver.py _begin_version": "_begun, by the guard",
+    "rollout/driver.py _begin_version": "the guard, in the next line",
     "rollout/driver.py _ready_batch": "the guard, in the next line",
     "rollout/driver.py finish_step": "the guard, in the next line",
     "rollout/guard.py _look": "within interrupt_s, in the next line",
@@ -37,7 +37,6 @@ ENDED_BY = {
     "engine/replica.py relaunch": "ServerControl.restart_dead, within START_S",
     "worker/live_sample.py give_up": "nobody: the request's own call returns what there is",
     "worker/claim_loop.py _fail": "the guard, which asks the manager: a worker lives as long as its driver",
-    "worker/agent_loop_worker.py flush": "the guard, as above",
     "worker/claim_loop.py serve": "the guard, as above",
     "worker/claim_loop.py _claim": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
     "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",

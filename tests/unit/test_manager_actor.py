@@ -81,40 +81,31 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
         assert (await actor.finish_step(uids(batch.groups))).admitted == ["0/5"]
 
 
-async def test_next_version_of_a_stopped_round_waits_for_every_worker_but_not_for_the_update(prompts, output):
-    actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
+async def test_next_version_of_a_stopped_round_waits_neither_for_the_update_nor_for_reports(prompts, output):
+    """What is reported late has kept its slot, and is the first to get it again."""
+    actor, (first, left) = await begun(prompts, n=1)
+    await actor.resize_workers(2)
     await end(actor, output, first)
     batch = await soon(actor.wait_batch(True))
-    beginning = await pending(actor.begin_version(1, [], 0))
-    flushing = await pending(actor.flush())
-    await actor.report(Report("w0", [("interrupt", left)]))
-    await actor.flushed("w0")
-    assert not beginning.done()
-    await actor.flushed("w1")
-    start, at = await soon(beginning), await soon(flushing)
+    start = await actor.begin_version(1, [], 0)
+    new = await actor.claim("w0")
+    again = await actor.report(Report("w0", [("interrupt", left)]))
     account = await actor.finish_step(uids(batch.groups))
+    assert start.carried_groups == 1 and [grant.group_uid for grant in new] == ["0/2"]
+    assert [grant.sample_id for grant in again] == [left]
     now = actor._manager.metrics()
-    assert at >= batch.decided_at and start.carried_groups == 1
     assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
 
 
 @BOTH
-async def test_dead_worker_holds_up_neither_flush_nor_step_and_its_samples_go_on(stop, prompts, output):
+async def test_worker_that_dies_before_it_has_reported_holds_up_no_step_and_its_samples_go_on(stop, prompts, output):
     actor, (first, left) = await begun(prompts, workers=("w0", "w1"))
     await end(actor, output, first)
     await soon(actor.wait_batch(stop))
-    if not stop:
-        await actor.begin_flush()
-    await actor.flushed("w1")
-    flushing = await pending(actor.flush())
-    finishing = asyncio.ensure_future(actor.finish_step(["0/0"]))
-    await asyncio.sleep(0.01)
-    assert finishing.done() is not stop, "the figures of a stopped round are those after its flush"
-    assert await actor.release_worker("w0") == 1
-    await soon(flushing)
-    assert (await soon(finishing)).metrics["inflight/groups"] == 1
+    assert (await soon(actor.finish_step(["0/0"]))).metrics["inflight/groups"] == 1
     await actor.begin_version(1, [], 0)
+    assert await actor.release_worker("w0") == 1
     assert left in [grant.sample_id for grant in await actor.claim("w1")]
 
 
@@ -124,9 +115,7 @@ async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(st
     waiting = await pending(actor.wait_batch(stop))
     await actor.suspend()
     await end(actor, output, first)
-    await actor.flushed("w0")
     batch = await soon(waiting)
-    await soon(actor.flush())
     path = str(tmp_path / "manager.state")
     await actor.save(path)
     resumed = actor_of()
@@ -134,8 +123,6 @@ async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(st
     await resumed.begin_version(0, [], 0)
     batch_resumed = await soon(resumed.wait_batch(stop))
     assert batch.groups == [] and uids(batch_resumed.groups) == ["0/0"]
-    if stop:
-        await resumed.flushed("w0")
     assert (await soon(resumed.finish_step(["0/0"]))).admitted == ["0/0", "0/1"], "no step has told of them"
 
 
@@ -149,7 +136,6 @@ async def test_each_version_has_one_batch(stop, prompts, output):
         await actor.begin_version(1, [], 0)
     await end(actor, output, first)
     batch = await soon(actor.wait_batch(stop))
-    await actor.flushed("w0")
     with pytest.raises(RuntimeError, match=r"wait_batch: the round is .*: call begin_version first"):
         await soon(actor.wait_batch(stop))
     if not stop:

@@ -1,7 +1,9 @@
 """What the state machine does, as facts; ``test_manager_life`` has what always holds. N groups of n samples, one worker."""
 
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from recipe.partial_rollout.checkpoint.plain_state import pack
@@ -220,6 +222,11 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     m.add(Progress(sample_id, [segment(5)]))
     m.add(Progress(sample_id, tool_results=[{}]))
     assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]
+
+
+def test_output_has_as_many_tokens_as_log_probs_versions_and_mask_entries(output):
+    with pytest.raises(RuntimeError, match="3 tokens, 3 mask entries, 2 log-probs and 3 versions: they must be equal"):
+        replace(output(3), log_probs=np.zeros(2, np.float32))
 
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
 Nothing else runs between two awaits, so no lock guards the state; every change wakes everyone who waits. ``claim`` waits
-for work, ``wait_batch`` for the batch, ``flush`` and what needs one for the workers' last reports. The first failure that
-anyone reports is raised to all of them. The verbs of a step::
+for work, ``wait_batch`` for the batch. The first failure that anyone reports is raised to both. The verbs of a step::
 
-    begin_version ----> wait_batch ----> finish_step            separate: the next version begins after the step
-                          |  stop: flush ----> begin_version    colocated: it begins while the trainer updates
+    begin_version ----> wait_batch ----> finish_step
 """
 
 from __future__ import annotations
@@ -80,17 +78,13 @@ class ManagerActor:
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
         self._retries = 0
         """failed samples that wait for their retry"""
-        self._unflushed: set[str] = set()
-        """workers that may still have something to report before the flush ends"""
         self._errors = FirstErrors()
         self._new_errors: list[ToldError] = []
         """of the present step"""
+        self._figures: dict[str, float] | None = None
+        """of the batch that the trainer has, if the next version has begun"""
         self._spared = 0
         """``Counters.spared_groups`` when the last step was finished, or when its checkpoint was loaded"""
-        self._flushed_at = time.time()
-        """when the last flush ended, unix seconds"""
-        self._metrics_at_flush: dict[str, float] | None = None
-        """of the last flush, if it followed a stop; until its step is finished"""
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -138,17 +132,20 @@ class ManagerActor:
         self._wake()
 
     async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
-        """Begin ``version`` once the workers have reported everything of a stopped round.
+        """Begin ``version``: its groups are admitted, and workers may claim.
 
-        Its groups are admitted, and workers may claim. Where the round was stopped, the trainer may still be updating:
-        claimed samples wait at their workers' gates until the engines hold ``version``. ``source_left``: prompts that
-        remain in the source after ``prompts``.
+        Where the round was stopped, the trainer may still be updating: claimed samples wait at their workers' gates until
+        the engines hold ``version``. What was interrupted has its slot until it is reported, and is the first to get it
+        again. ``source_left``: prompts that remain in the source after ``prompts``.
 
         Raises:
             RuntimeError: see ``PromptsManager.begin_version``.
+            RolloutFailedError: something has failed.
         """
-        await self._until_flushed()
+        self._raise_failure()
         manager = self._manager
+        if manager.groups.taken:
+            self._figures = manager.metrics()
         manager.reserve.offer(prompts, source_left)
         carried = manager.groups.carried
         if not manager.exhausted:
@@ -159,10 +156,10 @@ class ManagerActor:
     async def wait_batch(self, stop: bool) -> ReadyBatch | None:
         """Wait until the batch of this version is complete, and take it.
 
-        With ``stop`` no sample can be claimed from then on, and ``flush`` waits for every worker. Without, everything else
-        runs on, and what admission allows is refilled. Returns early with None when dynamic sampling runs low on reserve
-        prompts: offer those that are wanted, and ask again; and with no groups if the rollout was suspended: then what the last reports complete goes into
-        the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+        With ``stop`` no sample can be claimed from then on. Without, everything else runs on, and what admission allows is
+        refilled. Returns early with None when dynamic sampling runs low on reserve prompts: offer those that are wanted,
+        and ask again; and with no groups if the rollout was suspended: then what the last reports complete goes into the
+        checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
 
         Raises:
             RuntimeError: the trainer has this version's batch already, or there is no version yet.
@@ -184,21 +181,16 @@ class ManagerActor:
             await self._wait_at_most(max(0.1, self._stall_left_s()))
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
-        if stop:
-            self._await_reports(manager.slots.workers)
-        else:
-            garbage.release()
+        if not stop:
             manager.admit()
             self._wake()
         return ReadyBatch(decided_at, groups)
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; if the round was stopped, wait for its flush first."""
-        if not self._manager.round_open:
-            await self._until_flushed()
+        """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
+        garbage.release()
         # The batch's own figures are known only while the trainer has it.
-        metrics = self._metrics_at_flush or self._manager.metrics()
-        self._metrics_at_flush = None
+        metrics, self._figures = self._figures or self._manager.metrics(), None
         self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
         before, self._spared = self._spared, self._manager.counters.spared_groups
@@ -207,30 +199,6 @@ class ManagerActor:
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
         self._manager.suspend()
-        self._await_reports(self._manager.slots.workers)
-
-    async def begin_flush(self) -> None:
-        """The workers are about to report everything that they have, and ``flush`` waits for it; claims go on."""
-        self._await_reports(self._manager.slots.workers)
-
-    async def flush(self) -> float:
-        """Wait until every worker has reported everything; returns when the last one had (unix seconds)."""
-        await self._until_flushed()
-        return self._flushed_at
-
-    async def _until_flushed(self) -> None:
-        while self._unflushed:
-            self._raise_failure()
-            await self._wait_at_most(self.CLAIM_WAIT_S)
-
-    def _await_reports(self, workers: Iterable[str]) -> None:
-        """The flush ends once all of ``workers`` have reported everything; now if there are none."""
-        self._unflushed = set(workers)
-        if not self._unflushed:
-            garbage.release()
-            self._flushed_at = time.time()
-            if not self._manager.round_open:
-                self._metrics_at_flush = self._manager.metrics()
         self._wake()
 
     async def standing(self, decoded: bool = False) -> Standing:
@@ -299,13 +267,7 @@ class ManagerActor:
         """Requeue the samples of a worker that is gone; returns how many."""
         requeued = self._manager.release_worker(worker)
         self._wake()
-        await self.flushed(worker)
         return requeued
-
-    async def flushed(self, worker: str) -> None:
-        """Note that ``worker`` has reported everything that a flush waits for, or never will."""
-        if worker in self._unflushed:
-            self._await_reports(self._unflushed - {worker})
 
     async def claim(self, worker: str) -> list[Grant]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any.

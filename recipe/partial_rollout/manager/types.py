@@ -333,7 +333,7 @@ class StepAccount:
     filtered: list[FilteredGroup]
     """since the step before"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` of the last flush if the round was stopped, else those before the batch was forgotten"""
+    """``PromptsManager.metrics`` before the next version began, or else before the batch was forgotten"""
     errors: tuple[ToldError, ...] = ()
     """those that workers have told since the step before, the first of each kind"""
     spared: int = 0

@@ -5,14 +5,14 @@ are made quiet for new weights, and in when the next version begins::
 
     colocated   engines   |decode=============|abort            load|decode====
                 driver    | wait for the batch|  trainer updates    |
-                manager                       ^ begins v + 1, once all is reported
+                manager                       ^ begins v + 1
 
     separate    engines   decode=========================|hold|==decode========
                 driver    wait | trainer updates  | stage |load| wait |
                 manager                                  ^ begins v + 1
 
 Colocated: the engines are aborted once the batch is complete. While the trainer updates, the workers report what was left
-unfinished; then the manager admits the next version's prompts and grants samples, which wait at their workers' gates.
+unfinished, the manager admits the next version's prompts, and grants samples, which wait at their workers' gates.
 
 Separate: samples run on while the trainer has its batch. A weight sync *holds* the engines: they stop between two tokens,
 load, and go on with the same samples. Only a checkpoint or the end of training aborts them, so that the manager knows
@@ -28,9 +28,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +50,6 @@ _LAST_WORDS_S = 10.0
 """for the manager's answer when the run has failed"""
 
 
-class RolloutState(StrEnum):
-    """Whether samples run."""
-
-    QUIET = "quiet"
-    """no engine runs a sample, and the manager knows every token"""
-    RUNNING = "running"
-    """workers may call the engines"""
-    REPORTING = "reporting"
-    """no engine runs a sample, and the workers report what they had to leave unfinished"""
-
-
 class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
@@ -79,11 +67,8 @@ class Driver:
         self._manager, self._store, self._guard = manager, store, guard
         self._servers = self._control.servers
         """replicas that the workers know"""
-        self._state = RolloutState.QUIET
         self._version = -1
-        """the newest that the manager was asked to begin"""
-        self._beginning: Awaitable[VersionStart] | None = None
-        """of it, until it has begun"""
+        """the newest that has begun"""
         self._start = VersionStart(carried_groups=0)
         """what it began with"""
         self._batch: StepBatch | None = None
@@ -98,16 +83,11 @@ class Driver:
 
     # -- versions --------------------------------------------------------------------------------------------------
 
-    def _begin_version(self, version: int, prompts: list[Prompt]) -> None:
-        """Have the manager begin ``version``, as soon as it knows every token of a round that was stopped."""
-        self._beginning = self._manager.begin_version.remote(version, prompts, self._session.source.left)
+    async def _begin_version(self, version: int, prompts: list[Prompt]) -> None:
+        """Have the manager begin ``version``."""
+        beginning = self._manager.begin_version.remote(version, prompts, self._session.source.left)
+        self._start = await self._guard.wait(beginning, f"beginning policy version {version}")
         self._version = version
-
-    async def _begun(self) -> None:
-        """Wait until the newest version has begun."""
-        if self._beginning is not None:
-            what = f"beginning policy version {self._version}, once the workers have reported of the one before,"
-            self._start, self._beginning = await self._guard.wait(self._beginning, what), None
 
     async def _wanted_prompts(self) -> list[Prompt]:
         """Read as many prompts as the manager wants now."""
@@ -117,7 +97,6 @@ class Driver:
     async def _open(self) -> None:
         """Let the workers call the engines."""
         await self._guard.wait(self._guard.open_round(), "opening the round", key=None)
-        self._state = RolloutState.RUNNING
 
     # -- around a weight sync --------------------------------------------------------------------------------------
 
@@ -142,9 +121,8 @@ class Driver:
         yield
         await self._announce_restarted()
         if runs_on:
-            self._begin_version(version, prompts)
-            await self._begun()
-            if self._state is RolloutState.QUIET:
+            await self._begin_version(version, prompts)
+            if not self._guard.open:
                 self._since = time.time()
                 await self._open()
         await self._control.resume()
@@ -177,8 +155,8 @@ class Driver:
         session.log.add(Begin(step, asked_at))
         if self._stops:
             await self._start_round(step)
-        elif self._state is not RolloutState.RUNNING:
-            raise RuntimeError(f"the rollout is {self._state}, not running: no batch can complete")
+        elif not self._guard.open:
+            raise RuntimeError("no engine runs a sample: no batch can complete")
         start, began, opened_at = self._start, time.monotonic(), time.time()
         try:
             ready = await self._ready_batch(step, began)
@@ -200,7 +178,7 @@ class Driver:
         batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
         if self._stops and step < session.steps.last:
-            self._begin_version(step, await self._wanted_prompts())
+            await self._begin_version(step, await self._wanted_prompts())
         return groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
@@ -216,8 +194,7 @@ class Driver:
     async def _start_round(self, step: int) -> None:
         """Colocated: begin the version unless that is done, and open the engines to its samples."""
         if self._version != step - 1:
-            self._begin_version(step - 1, await self._wanted_prompts())
-        await self._begun()
+            await self._begin_version(step - 1, await self._wanted_prompts())
         await self._open()
 
     async def finish_step(self) -> None:
@@ -229,7 +206,7 @@ class Driver:
         batch, session = self._batch, self._session
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
-        if self._state is RolloutState.REPORTING:
+        if self._stops:
             waiting_since = time.time()
             reported_at = await self._collect()
             batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
@@ -240,7 +217,6 @@ class Driver:
         if self._stops:
             first_call = min((call.start for call in calls), default=batch.opened_at)
             batch.waits["resume_s"] = max(0.0, first_call - batch.opened_at)
-            await self._begun()
         account: StepAccount = await self._guard.wait(
             self._manager.finish_step.remote(batch.uids), "finishing the step"
         )
@@ -274,11 +250,10 @@ class Driver:
             RuntimeError: the batch that the trainer has is not trained.
         """
         self._require_trained("a checkpoint")
-        if self._state is RolloutState.QUIET:
+        if not self._guard.open:
             await self._write(path)
             return
         began = time.time()
-        await self._guard.wait(self._manager.begin_flush.remote(), "beginning to collect the samples")
         await self._interrupt()
         await self._collect()
         try:
@@ -294,12 +269,11 @@ class Driver:
         await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
         if self._session.settings.group_filter is not None and self._stops:
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
-            self._begin_version(step, await self._wanted_prompts())
-            await self._begun()
+            await self._begin_version(step, await self._wanted_prompts())
 
     async def end(self) -> None:
         """Interrupt what still runs: the training is over."""
-        if self._state is RolloutState.RUNNING:
+        if self._guard.open:
             await self._suspend()
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
 
@@ -316,12 +290,8 @@ class Driver:
         """Make the engines quiet; from then on the workers report what they had to leave unfinished."""
         stopping = asyncio.gather(self._control.interrupt(), self._guard.close_round())
         await self._guard.wait(stopping, "interrupting the round", key=None)
-        self._state = RolloutState.REPORTING
 
     async def _collect(self) -> float:
         """Wait until the manager knows every token; unix seconds when it did."""
         what = "collecting the interrupted samples from the agent-loop workers"
-        await self._guard.wait(self._guard.ask("flush"), what, key=None)
-        reported_at: float = await self._guard.wait(self._manager.flush.remote(), what)
-        self._state = RolloutState.QUIET
-        return reported_at
+        return max(await self._guard.wait(self._guard.ask("flush"), what, key=None), default=time.time())

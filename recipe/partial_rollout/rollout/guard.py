@@ -86,7 +86,7 @@ class Guard:
         """of the ``serve`` calls; None for a worker that starts, or is gone for good"""
         self._silent: dict[int, str] = {}
         """why a worker was ended"""
-        self._open = False
+        self.open = False
         """whether workers may call the engines"""
 
     # -- waits -----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Guard:
         logger.warning("%s %s; %s takes its %d samples over", name, why, self._names[i], requeued)
         self._workers[i] = self._spawn()
         await self._start(i)
-        if self._open:
+        if self.open:
             await self._answer(i, "open_round")
 
     async def _release(self, worker: str) -> int:
@@ -234,12 +234,12 @@ class Guard:
 
     async def open_round(self) -> None:
         """Workers may call the engines."""
-        self._open = True
+        self.open = True
         await self.ask("open_round")
 
     async def close_round(self) -> None:
         """Workers start no more engine calls, and report what they have to leave unfinished."""
-        self._open = False
+        self.open = False
         await self.ask("close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:

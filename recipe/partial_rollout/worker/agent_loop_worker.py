@@ -16,6 +16,7 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -71,7 +72,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
     """the ``ClaimLoop``'s"""
-    _flushing: asyncio.Task[None] | None = None
+    _flushing: asyncio.Task[float] | None = None
+    _flushed_at: float | None = None
+    """when the manager knew everything of the round that was closed last"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,13 +121,15 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def close_round(self) -> None:
         """Allow no new engine call; running ones end when their replica aborts them, and then all is reported."""
         self._claims.open.clear()
+        self._flushed_at = None
         self._flushing = asyncio.create_task(self.flush())
 
-    async def flush(self) -> None:
-        """Wait until no engine call runs and the manager knows everything; then tell it that nothing is left to report."""
+    async def flush(self) -> float:
+        """Wait until no engine call runs and the manager knows everything; returns when it first did (unix seconds)."""
         await self._claims.reported()
         garbage.release()
-        await self._claims.manager.flushed.remote(self._claims.name)
+        self._flushed_at = self._flushed_at or time.time()
+        return self._flushed_at
 
     async def _run_granted(self, grant: Grant, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
