@@ -10,8 +10,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from recipe.partial_rollout.engine import admitting_engine
-from recipe.partial_rollout.engine.admitting_engine import AdmittingEngine
+from recipe.partial_rollout.engine import replica
+from recipe.partial_rollout.engine.replica import AdmittingEngine
 
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -104,7 +104,7 @@ async def test_verls_server_reads_the_sampled_tokens_log_probs_of_an_output_with
     ],
 )
 async def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metrics, queued_s):
-    monkeypatch.setattr(admitting_engine, "time", SimpleNamespace(monotonic=iter([30.0, 37.0]).__next__))
+    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=iter([30.0, 37.0]).__next__))
     monkeypatch.setattr(Queue, "decodes", decodes)
     monkeypatch.setattr(Queue, "metrics", metrics)
     front = AdmittingEngine(Engine("last"))

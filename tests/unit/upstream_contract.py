@@ -182,12 +182,12 @@ verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
 torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM
-vllm.v1.engine.async_llm:AsyncLLM <- admitting_engine hold replica vllm_plugin
+vllm.v1.engine.async_llm:AsyncLLM <- hold replica vllm_plugin
     has: output_processor engine_core vllm_config errored dead_error
     calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
         internal) generate(*, prompt, sampling_params, request_id, lora_request, priority) reset_mm_cache()
         reset_encoder_cache() reset_prefix_cache(*, reset_running_requests, reset_connector)
-vllm.v1.engine.output_processor:RequestOutputCollector <- admitting_engine
+vllm.v1.engine.output_processor:RequestOutputCollector <- replica
     has: request_id
     calls: get() get_nowait() close()
 vllm.v1.engine.output_processor:OutputProcessor <- hold replica
@@ -214,14 +214,14 @@ vllm.config:CacheConfig <- replica
     has: kv_cache_size_tokens
 vllm.config:ParallelConfig <- replica
     has: data_parallel_size
-vllm.v1.engine.exceptions:EngineDeadError <- admitting_engine
-vllm.outputs:RequestOutput <- admitting_engine
+vllm.v1.engine.exceptions:EngineDeadError <- replica
+vllm.outputs:RequestOutput <- replica
     has: finished outputs metrics
-vllm.sampling_params:RequestOutputKind <- admitting_engine
+vllm.sampling_params:RequestOutputKind <- replica
     has: CUMULATIVE FINAL_ONLY
-vllm.v1.metrics.stats:RequestStateStats <- admitting_engine
+vllm.v1.metrics.stats:RequestStateStats <- replica
     has: queued_ts scheduled_ts
-vllm.inputs:TokensPrompt <- admitting_engine distribution
+vllm.inputs:TokensPrompt <- replica distribution
     has: prompt_token_ids cache_salt
 vllm.engine.arg_utils:AsyncEngineArgs <- replica
     has: watermark scheduler_cls
@@ -239,7 +239,7 @@ vllm.v1.engine:EngineCoreOutputs <- piecewise_scheduler
 vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
 vllm.v1.request:RequestStatus <- piecewise_scheduler
     has: FINISHED_ABORTED
-vllm:SamplingParams <- llm_client observed agent_loop_worker admitting_engine distribution
+vllm:SamplingParams <- llm_client observed agent_loop_worker replica distribution
     has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
         presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
         skip_special_tokens spaces_between_special_tokens output_kind flat_logprobs
