@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.loop_life import config_of
-from tests.unit.shared import Keeper
+from tests.unit.shared import Keeper, live_sample
 
 SEATS, QUEUED, RESPONSE = 4, 100, 100
 STEP_S = 0.01
@@ -85,12 +85,11 @@ async def leave_calls(engine, server):
 
     What (running, waiting) requests the engine's scheduler has each time, and tokens that were made for the sample.
     """
-    from recipe.partial_rollout.worker.live_sample import LiveSample
     from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 
     client = PartialRolloutLLMClient(config_of())
     client.replicas = ReplicaChoice({"here": Actor(server)})
-    sample = LiveSample("0/0#0", keeper=Keeper(), priority=0)
+    sample = live_sample(Keeper())
     ask, counts = SampleClient(client, sample, sample.clock).generate, []
     sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "max_tokens": RESPONSE}
     stats, record = [], engine.logger_manager.record

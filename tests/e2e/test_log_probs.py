@@ -13,9 +13,8 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
-from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
-from tests.unit.shared import Keeper
+from tests.unit.shared import Keeper, live_sample
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
@@ -68,7 +67,7 @@ async def response_of(engine, interrupt_after, **sampling):
     client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
     client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
     client.tokenizer = build_tokenizer()
-    sample = LiveSample(f"s{interrupt_after}", Keeper(), priority=0)
+    sample = live_sample(Keeper(), id=f"s{interrupt_after}")
     output = await client.generate_turn(
         sample,
         prompt_ids=PROMPT,

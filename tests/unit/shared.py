@@ -9,7 +9,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import capture, encode
-from recipe.partial_rollout.manager.types import Progress, SampleOutput
+from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
 
 
 def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
@@ -79,6 +79,14 @@ class Keeper:
     async def tell(self, sample):
         await asyncio.sleep(0)
         self.report_now(sample)
+
+
+def live_sample(keeper=None, segments=(), tool_results=(), *, id="0/0#0", order=0, **settings):
+    """A sample that is granted to its worker with this journal."""
+    from recipe.partial_rollout.worker.live_sample import LiveSample
+
+    grant = Grant(id, id.partition("#")[0], order, {}, tuple(segments), tuple(tool_results))
+    return LiveSample(grant, keeper, **settings)
 
 
 async def hangs(*_, **__):

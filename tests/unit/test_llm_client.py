@@ -15,10 +15,10 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import ReplicaError
-from recipe.partial_rollout.worker.live_sample import LiveSample, Place, Request, SampleClock, context_hash, digest_of
+from recipe.partial_rollout.worker.live_sample import Place, Request, SampleClock, context_hash, digest_of
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient, SamplingError
 from recipe.partial_rollout.worker.observed import REQUEST
-from tests.unit.shared import Keeper, script_replicas
+from tests.unit.shared import Keeper, live_sample, script_replicas
 
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
 CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
@@ -72,8 +72,8 @@ def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
     return asyncio.run(run())
 
 
-def live(keeper=None, **kwargs):
-    return LiveSample("0/0#0", keeper or Keeper(), priority=0, **kwargs)
+def live(keeper=None, *segments, **given):
+    return live_sample(keeper or Keeper(), segments, **given)
 
 
 def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameters(engine):
@@ -146,8 +146,7 @@ def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_
     monkeypatch.setattr(ROLLOUT, "scheduling_policy", "priority")
     queued = tokens(stop="aborted", log_probs=False)
     engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
-    client, sample = client_of(), live()
-    sample.priority = 7
+    client, sample = client_of(), live(order=7)
     assert generate(client, sample).token_ids == [5, 6, 7]
     assert engine.priorities == [7] * 5 and of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
     assert len({request[0] for request in engine.requests}) == 5, "every call has a request id of its own"
@@ -177,7 +176,7 @@ def test_journal_answers_each_call_with_the_turn_that_answered_the_same(engine):
     """Whatever their order: two equal calls that ran beside each other, and one of another prompt that was cut off."""
     engine.answers = [tokens(9, version=2), tokens(4), tokens(5)]
     known = [([5], 0, None, 0), ([7], 0, None, 2), ([6], 1, "stop", 0), ([8], 1, None, 2)]
-    sample = live(restored=[*journal(*known), *journal(([3], 1, None, 1), prompt=[1], max_tokens=5)])
+    sample = live(None, *journal(*known), *journal(([3], 1, None, 1), prompt=[1], max_tokens=5))
     requests = {}, {"prompt": [1], "max_tokens": 5}, {}, {"max_tokens": 5}
     first, other, second, changed = [generate(client_of(), sample, **request) for request in requests]
     assert (first.token_ids, first.stop_reason, first.log_probs) == ([5, 6], "stop", pytest.approx([-0.5, -0.6]))
@@ -256,7 +255,7 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, jo
     """Each call but the last is interrupted."""
     *aborted, last = answers
     known = journal((text(aborted.pop(0)), 0, None, 0), max_tokens=99, **params) if journaled else ()
-    sample = live(restored=known)
+    sample = live(None, *known)
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
     output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, **params)

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import (
     RewardError,
@@ -22,7 +21,7 @@ from recipe.partial_rollout.worker.rewards import (
     RewardWorkersLostError,
     reward_places,
 )
-from tests.unit.shared import hangs
+from tests.unit.shared import hangs, live_sample
 
 
 def build_worker(places=None, reward_s=0.05):
@@ -54,7 +53,7 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
     scoring = build_worker(places=2, reward_s=1.5)
 
     async def score(i):
-        sample = LiveSample(f"0/{i}#0", keeper=None, priority=0, deadline_s=1.5)
+        sample = live_sample(id=f"0/{i}#0", deadline_s=1.5)
         with sample.clock.stopped():
             await scoring._compute_score([], {"uid": sample.id})
 

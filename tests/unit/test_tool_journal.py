@@ -14,15 +14,14 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.tool_journal import ToolTimeoutError, journaled, repeatable
-from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, tool_schema
+from tests.unit.shared import Keeper, hangs, lets_a_cancellation_out, live_sample, tool_schema
 
 SCHEMA = tool_schema("add")
 
 
 def live(results=()):
-    return LiveSample("0/0#0", Keeper(), priority=0, restored_tools=results)
+    return live_sample(Keeper(), tool_results=results)
 
 
 def tool_of(function, *, is_async=True):

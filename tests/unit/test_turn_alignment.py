@@ -14,9 +14,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
-from recipe.partial_rollout.worker.live_sample import LiveSample, context_hash
+from recipe.partial_rollout.worker.live_sample import context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
-from tests.unit.shared import Keeper, script_replicas, tool_schema
+from tests.unit.shared import Keeper, live_sample, script_replicas, tool_schema
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
 ROLES = {"user": USER, "system": USER, "assistant": ASSISTANT, "tool": OBSERVATION}
@@ -145,7 +145,7 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
     engine.answers = [answer(*call.tokens, version=call.version, stop=call.stop) for call in calls]
     tokens = [token for call in calls for token in call.tokens[: call.kept]]
     versions = [call.version for call in calls for _ in range(call.kept)]
-    sample = LiveSample("0/0#0", Keeper(), priority=0)
+    sample = live_sample(Keeper())
     tool = FunctionTool(name="look", fn=look, tool_schema=tool_schema("look"), is_async=False)
     config = config_of(response_length, "observation")
     client = PartialRolloutLLMClient(config)
@@ -160,7 +160,7 @@ async def test_token_of_verls_tool_loop_has_the_version_and_log_prob_of_its_call
 
 def played(*turns):
     """A sample whose engine calls had ``turns`` (prompt, version, tokens)."""
-    sample = LiveSample("0/0#0", Keeper(), priority=0)
+    sample = live_sample(Keeper())
     for prompt, version, tokens in turns:
         turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest())
         if tokens:

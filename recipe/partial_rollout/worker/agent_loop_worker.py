@@ -31,7 +31,7 @@ from recipe.partial_rollout.config.settings import FilterSettings, Placement
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import plain
-from recipe.partial_rollout.manager.types import Grant, SampleOutput
+from recipe.partial_rollout.manager.types import SampleOutput
 from recipe.partial_rollout.waits import ToldError, one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
@@ -131,16 +131,17 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._flushed_at = self._flushed_at or time.time()
         return self._flushed_at
 
-    async def _run_granted(self, grant: Grant, sample: LiveSample) -> SampleOutput:
+    async def _run_granted(self, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
+        grant = sample.grant
         output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
         if self.config.trainer.save_freq > 0:
-            check_saveable(grant.sample_id, output)
+            check_saveable(sample.id, output)
             return output
         try:
             cloudpickle.dumps((output.extra_fields, output.reward_extra_info))  # type: ignore[attr-defined]
         except Exception as error:
-            what = f"sample {grant.sample_id}: its agent loop or reward leaves what cannot be sent"
+            what = f"sample {sample.id}: its agent loop or reward leaves what cannot be sent"
             raise TypeError(f"{what}: {error}") from error
         return output
 

@@ -130,7 +130,7 @@ class ClaimLoop:
         name: str,
         manager: Any,
         capacity: int,
-        run: Callable[[Grant, LiveSample], Coroutine[Any, Any, SampleOutput]],
+        run: Callable[[LiveSample], Coroutine[Any, Any, SampleOutput]],
         *,
         sample_s: float | None,
         release_after_s: float = math.inf,
@@ -194,16 +194,9 @@ class ClaimLoop:
                     f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
                 )
             if sample is None:
-                sample = self.samples[grant.sample_id] = LiveSample(
-                    grant.sample_id,
-                    keeper=self,
-                    priority=grant.order,
-                    restored=grant.segments,
-                    restored_tools=grant.tool_results,
-                    deadline_s=self._sample_s,
-                )
-                self._beginning.add(grant.sample_id)
-                task = asyncio.create_task(self._run_sample(grant, sample), name=grant.sample_id)
+                sample = self.samples[grant.sample_id] = LiveSample(grant, self, self._sample_s)
+                self._beginning.add(sample.id)
+                task = asyncio.create_task(self._run_sample(sample), name=sample.id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             sample.slot = SlotState.HELD
@@ -211,9 +204,9 @@ class ClaimLoop:
             if grant.held:
                 self._settle(sample)
 
-    async def _run_sample(self, grant: Grant, sample: LiveSample) -> None:
+    async def _run_sample(self, sample: LiveSample) -> None:
         try:
-            output = await sample.clock.run(self._begin(grant, sample))
+            output = await sample.clock.run(self._begin(sample))
             await self._end(sample)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
@@ -229,10 +222,10 @@ class ClaimLoop:
         self._settle(sample)
         self.outbox.send()
 
-    async def _begin(self, grant: Grant, sample: LiveSample) -> SampleOutput:
+    async def _begin(self, sample: LiveSample) -> SampleOutput:
         # Only now: of hundreds that are granted at once the last begins long after the first.
         self._settle(sample)
-        return await self._run_agent_loop(grant, sample)
+        return await self._run_agent_loop(sample)
 
     async def _fail(self, sample: LiveSample, error: BaseException) -> None:
         ends_the_run = _ends_the_run(error, first=not self._any_finished)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import Progress, Segment
+from recipe.partial_rollout.manager.types import Grant, Progress, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.worker.claim_loop import ClaimLoop
@@ -226,14 +226,11 @@ class SlotState(StrEnum):
 class LiveSample:
     """A training sample in its worker."""
 
-    id: str
+    grant: Grant
+    """with which it came here; its journal is from before a crash, a worker's death or a retry: an engine or tool call
+    that asks the same is answered from it"""
     keeper: ClaimLoop
     """grants its slots, and reports what happens to it"""
-    priority: int
-    restored: InitVar[Iterable[Segment]] = ()
-    """journal from before a crash, a worker's death or a retry; an engine call that asks the same is answered from it"""
-    restored_tools: InitVar[Iterable[dict[str, Any]]] = ()
-    """the same for tools: starts and results of calls, in their order"""
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
     tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
@@ -273,23 +270,21 @@ class LiveSample:
     unsent: Progress = field(init=False)
     """what the manager does not know of it"""
 
-    def __post_init__(
-        self, restored: Iterable[Segment], restored_tools: Iterable[dict[str, Any]], deadline_s: float | None
-    ) -> None:
+    def __post_init__(self, deadline_s: float | None) -> None:
         self.clock, self.unsent = SampleClock(f"sample {self.id}", deadline_s), Progress(self.id)
         self._journal = defaultdict(list)
-        for segment in restored:
+        for segment in self.grant.segments:
             self._journal[segment.turn].append(segment)
             self.decoded += len(segment)
         self._next_turn = max(self._journal, default=-1) + 1
-        self._tools = {result["call"]: {**result, "ended": place} for place, result in enumerate(restored_tools, 1)}
+        results = self.grant.tool_results
+        self._tools = {result["call"]: {**result, "ended": place} for place, result in enumerate(results, 1)}
         taken = frozenset(self._tools)
         self._tool_numbers = (number for number in itertools.count() if number not in taken)
 
     @property
-    def group(self) -> str:
-        """uid of its group"""
-        return self.id.partition("#")[0]
+    def id(self) -> str:
+        return self.grant.sample_id
 
     @property
     def segments(self) -> list[Segment]:

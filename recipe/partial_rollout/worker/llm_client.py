@@ -159,7 +159,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         request = REQUEST.get()
         if request.sample is None:
             return super()._vllm_request_id(request_id)
-        request.id = request_id_of(request.sample.group, request.sample.first_version)
+        request.id = request_id_of(request.sample.grant.group_uid, request.sample.first_version)
         return request.id
 
     async def _acquire_server(self, request_id: str, **extra: Any):
@@ -225,7 +225,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """
         last, stops = None, None
         if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
-            kwargs["priority"] = sample.priority
+            kwargs["priority"] = sample.grant.order
         budget = self._budget(prompt_ids, params)
         params = {key: value for key, value in params.items() if key != "max_new_tokens"}
         if params.get("stop"):
