@@ -3,8 +3,8 @@
 Overhead is the share of a round's slot time that is lost to scheduling: what slots wait from its opening until they
 decode, and all of them from the decision to interrupt until the engines are quiet. (A round's length says little: what a
 late round leaves undone, the next one has decoded already.) Not counted: moving the batch to the trainer, which any rollout
-must; collecting what was interrupted and preparing the next round, which take place while the trainer updates (their
-seconds are what the update may not be shorter than). All actors share this machine, so what workers cost on nodes of
+must; collecting what was interrupted, while the trainer updates; preparing the next round, while the weights load (their
+seconds are what these may not be shorter than). All actors share this machine, so what workers cost on nodes of
 their own is counted against it.
 """
 

@@ -76,9 +76,12 @@ class Keeper:
 
     release_slot = report_now
 
-    async def tell(self, sample):
+    def note(self, sample):
+        self.noted = sample
+
+    async def sent(self):
         await asyncio.sleep(0)
-        self.report_now(sample)
+        self.report_now(self.noted)
 
 
 def live_sample(keeper=None, segments=(), tool_results=(), *, id="0/0#0", order=0, **settings):

@@ -158,8 +158,8 @@ class ManagerActor:
 
         With ``stop`` no sample can be claimed from then on. Without, everything else runs on, and what admission allows is
         refilled. Returns early with None when dynamic sampling runs low on reserve prompts: offer those that are wanted,
-        and ask again; and with no groups if the rollout was suspended: then what the last reports complete goes into the
-        checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+        and ask again; and if the rollout was suspended: then what the last reports complete goes into the checkpoint. A
+        caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
 
         Raises:
             RuntimeError: the trainer has this version's batch already, or there is no version yet.
@@ -170,15 +170,11 @@ class ManagerActor:
         manager.require_open("wait_batch")
         garbage.hold()
         self._moved_at = time.monotonic()
-        while True:
-            self._raise_failure()
-            if not manager.round_open:
-                return ReadyBatch(time.time())
-            if manager.round_complete():
-                break
-            if manager.short_of_prompts:
+        while not manager.round_complete():
+            if manager.short_of_prompts or not manager.round_open:
                 return None
             await self._wait_at_most(max(0.1, self._stall_left_s()))
+            self._raise_failure()
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
         if not stop:

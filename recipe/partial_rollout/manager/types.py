@@ -320,8 +320,8 @@ class ReadyBatch:
 
     decided_at: float
     """unix seconds"""
-    groups: list[TakenGroup] = field(default_factory=list)
-    """empty if the rollout was suspended; the caller fetches their outputs from the store"""
+    groups: list[TakenGroup]
+    """the caller fetches their outputs from the store"""
 
 
 @dataclass(frozen=True, slots=True)

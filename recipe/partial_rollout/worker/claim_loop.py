@@ -101,11 +101,6 @@ class Outbox:
         self.unsent.events += events
         self.send()
 
-    async def tell(self, sample: LiveSample) -> None:
-        """As ``report_now``; returns once the manager knows."""
-        self.note(sample)
-        await self.sent()
-
     def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
         """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
         self.note(sample)

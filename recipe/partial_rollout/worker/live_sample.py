@@ -369,7 +369,8 @@ class LiveSample:
         """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
         self.require_life()
         self.unsent.tool_results.append(start)
-        await self.keeper.outbox.tell(self)
+        self.keeper.outbox.note(self)
+        await self.keeper.outbox.sent()
 
     def require_life(self) -> None:
         """Raise ``SampleEndedError`` if its agent loop has ended."""
