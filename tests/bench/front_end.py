@@ -16,8 +16,8 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
-from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.engine.hold import freeze
+from recipe.partial_rollout.engine.replica import AdmittingEngine
 from tests.bench.instant_executor import engine_args, log_prob_at, token_at
 from verl_ext.piecewise_scheduler import PIECEWISE
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.engine.hold import request_id_of, salt_of
+from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
 from tests.unit.shared import Keeper, live_sample

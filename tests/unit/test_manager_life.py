@@ -468,12 +468,12 @@ class ManagerLife(RuleBasedStateMachine):
     @rule()
     def acknowledge(self):
         model = self.model
-        self.manager.groups.train(model.taken)
+        admitted, filtered = self.manager.groups.train(model.taken)
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
         trained = [TrainedGroup.of(group, version) for group in self.taken_groups]
-        phase, (admitted, filtered) = RolloutPhase(0.0, 0.0, ()), self.manager.groups.take_ledger()
+        phase = RolloutPhase(0.0, 0.0, ())
         self.log.round(Round(step=step, phase=phase, trained=trained, admitted=admitted, filtered=filtered))
 
     @precondition(lambda self: started(self) and self.may_begin())

@@ -4,9 +4,9 @@ It also reports the size of its KV cache, and how often the engine preempted a r
 
 Interruption: verl's server closes its gate before it pauses the engine, and then waits until every request that has passed
 the gate is *admitted*, so that the pause covers it. verl takes a request's first output for its admission. A request that
-vLLM still queues, for lack of a seat or of KV blocks, has no output: an interruption would decode the whole queue first, for
-up to a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine core's input queue, which the core
-reads in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
+vLLM still queues, for lack of a seat or of KV blocks, has no output: an interruption would decode the whole queue first,
+for up to a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine core's input queue, which the
+core reads in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
 
 verl's server reads only the last output of a request, yet asks for all of them, each with every token so far. Here it
 gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost), and

@@ -187,10 +187,10 @@ class ManagerActor:
         garbage.release()
         # The batch's own figures are known only while the trainer has it.
         metrics, self._figures = self._figures or self._manager.metrics(), None
-        self._manager.groups.train(uids)
+        admitted, filtered = self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
         before, self._spared = self._spared, self._manager.counters.spared_groups
-        return StepAccount(*self._manager.groups.take_ledger(), metrics, errors, self._spared - before)
+        return StepAccount(admitted, filtered, metrics, errors, self._spared - before)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""

@@ -225,8 +225,11 @@ class Groups:
             self.taken[group.uid] = group
         return [TakenGroup(g.uid, g.order, g.prompt.row, g.stored, g.birth) for g in batch]
 
-    def train(self, uids: Iterable[str]) -> None:
-        """TAKEN -> TRAINED: the trainer has updated on them."""
+    def train(self, uids: Iterable[str]) -> tuple[list[str], list[FilteredGroup]]:
+        """TAKEN -> TRAINED: the trainer has updated on them.
+
+        Returns what else the ledger gets with them: uids of the groups entered, and groups filtered, since the last call.
+        """
         for uid in uids:
             group = self.taken.get(uid)
             if group is None:
@@ -241,12 +244,9 @@ class Groups:
         for order in [order for order in self.trained if order < oldest]:
             self.counters.passed_groups += 1
             self.counters.passed_tokens += self.trained.pop(order)
-
-    def take_ledger(self) -> tuple[list[str], list[FilteredGroup]]:
-        """Uids of the groups entered, and the groups filtered, since the last call: the ledger gets them with a step."""
-        entries = self.admitted, self.filtered
+        told = self.admitted, self.filtered
         self.admitted, self.filtered = [], []
-        return entries
+        return told
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:
         if group.state is not _FOLLOWS[state]:

@@ -381,7 +381,13 @@ class LiveSample:
 
 
 class OneOfASample:
-    """What a sample has once. Agents that fork copy all that they have: the copy is the same thing."""
+    """What a sample has once, in the event loop that runs when it is made.
+
+    Agents that fork copy all that they have: the copy is the same thing.
+    """
+
+    def __init__(self) -> None:
+        self._home = asyncio.get_running_loop()
 
     def __copy__(self) -> Self:
         return self
@@ -390,16 +396,16 @@ class OneOfASample:
         return self
 
 
-def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
-    """``verb`` in the event loop that runs now, from whichever thread and loop it is called.
+def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """``verb``, a method of a ``OneOfASample``, in its event loop, from whichever thread and loop it is called.
 
     Agent loops may run their parts in threads, which have event loops of their own.
     """
-    home = asyncio.get_running_loop()
 
-    async def call(*args: Any, **kwargs: Any) -> T:
-        if asyncio.get_running_loop() is home:
-            return await verb(*args, **kwargs)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(verb(*args, **kwargs), home))
+    async def call(own: OneOfASample, *args: Any, **kwargs: Any) -> T:
+        work = verb(own, *args, **kwargs)
+        if asyncio.get_running_loop() is own._home:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, own._home))
 
     return call

@@ -71,14 +71,16 @@ class SampleClient(OneOfASample):
     """
 
     def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None, clock: SampleClock) -> None:
+        super().__init__()
         self._client = client
         self._sample = sample
         self._clock = clock
         self._place = Place()
         """in validation"""
-        self.generate = at_home(self._generate)
 
-    async def _generate(self, request_id: str, **asked: Any) -> TokenOutput:
+    @at_home
+    async def generate(self, request_id: str, **asked: Any) -> TokenOutput:
+        """A turn of the loop."""
         with self._clock.stopped():
             if self._sample is not None:
                 return await self._client.generate_turn(self._sample, **asked)

@@ -93,7 +93,7 @@ def repeatable(tool: Any) -> bool:
     return bool(getattr(tool, "repeatable", False) or (getattr(tool, "config", None) or {}).get("repeatable", False))
 
 
-class _Calls:
+class _Calls(OneOfASample):
     """The calls of one tool by one agent loop: each within its deadline, and journaled.
 
     Args:
@@ -103,6 +103,7 @@ class _Calls:
     """
 
     def __init__(self, name: str, tool: Any, sample: LiveSample | None, timeout_s: float | None) -> None:
+        super().__init__()
         self._name = name
         self.sample = sample
         self._timeout_s = timeout_s
@@ -120,6 +121,7 @@ class _Calls:
         result = await asyncio.get_running_loop().run_in_executor(_THREADS, call)
         return await result if inspect.isawaitable(result) else result
 
+    @at_home
     async def within(self, call: Awaitable[T]) -> T:
         """``call``'s result.
 
@@ -142,6 +144,7 @@ class _Calls:
                 sample.clock.end(late)
             raise late from error
 
+    @at_home
     async def once(
         self, asked: Any, call: Callable[..., Awaitable[Result]], fields: dict[str, Any] | None = None
     ) -> Result:
@@ -289,7 +292,7 @@ def _journaled_function(tool: FunctionTool, calls: _Calls) -> FunctionTool:
 
         return await calls.once(parameters, run)
 
-    return replace(tool, fn=at_home(call), is_async=True)
+    return replace(tool, fn=call, is_async=True)
 
 
 class _NoResponse:
@@ -309,11 +312,11 @@ class JournaledTool(OneOfASample):
     """A ``BaseTool`` behind a journal; everything but its life cycle is the tool's own."""
 
     def __init__(self, tool: BaseTool, calls: _Calls) -> None:
+        super().__init__()
         self._tool = tool
         self._calls = calls
         self._to_create: dict[str, dict[str, Any]] = {}
         self._created: dict[str, str] = {}
-        self.create, self.execute, self.release = map(at_home, (self.create, self.execute, self.release))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tool, name)
