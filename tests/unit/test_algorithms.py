@@ -16,8 +16,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FilterSettings, PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import common_value
-from recipe.partial_rollout.preflight.rule import check_rules
-from recipe.partial_rollout.preflight.rules import RULES
+from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from tests.unit.test_turn_alignment import played, returned
 
@@ -31,7 +30,7 @@ def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_witho
     assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert PartialRolloutConfig.from_config(baseline).group_filter is None
     config = resolved_config("quickstart_cpu", f"algorithm={name}")
-    check_rules(RULES, config)
+    check_settings(config)
     main_ppo.wire(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")

@@ -191,7 +191,7 @@ MISTAKES = {
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=None: a number above 0",
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
-    f"{LOSS}=dro": "it raises ValueError: policy_loss.dro_beta must be",
+    f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null",
     "distillation.enabled=True": "False with partial_rollout.enable=True: its loss",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, sequence, or null for geometric, with",

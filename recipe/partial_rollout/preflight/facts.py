@@ -11,20 +11,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
-from verl.workers.config import ActorConfig
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.settings import OVERLONG, Correction, trainer_devices
-from recipe.partial_rollout.training.loss import NO_DUAL_CLIP, WeightLevel, weight_level
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.training.loss import WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
-_PROBED_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "tau_pos", "tau_neg")
 
 
 def full(key: str) -> str:
@@ -196,40 +192,3 @@ def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
     on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
     weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
     return bool(weights.any())
-
-
-def needed_of_loss(config: DictConfig) -> str:
-    """What the policy loss lacks; nothing if it changes when the behaviour weights of all tokens are halved."""
-    actor, losses = config.actor_rollout_ref.actor, []
-    try:
-        probed = ActorConfig(
-            strategy="none",
-            rollout_n=1,
-            use_dynamic_bsz=True,
-            policy_loss=omega_conf_to_dataclass(actor.policy_loss),
-            clip_ratio_c=NO_DUAL_CLIP if actor.clip_ratio_c is None else actor.clip_ratio_c,
-            **{key: actor[key] for key in _PROBED_FIELDS},
-        )
-        for weight in (1.0, 0.5):
-            # clip_cov draws tokens at random: it must draw the same ones both times and leave the caller's generator alone.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                advantages = torch.tensor([[1.0] * 8, [-1.0] * 8])
-                log_prob = -torch.rand(2, 8)
-                old_log_prob = log_prob - 0.01 * torch.rand(2, 8)
-                loss, _ = POLICY_LOSS_REGISTRY[actor.policy_loss.loss_mode](
-                    old_log_prob=old_log_prob,  # type: ignore[call-arg]
-                    log_prob=log_prob,
-                    advantages=advantages,
-                    response_mask=torch.ones(2, 8),
-                    loss_agg_mode="token-mean",
-                    config=probed,
-                    rollout_is_weights=torch.full((2, 8), weight),
-                )
-            losses.append(float(loss))
-    except Exception as error:
-        # It may be the user's.
-        return f"a loss that takes rollout_is_weights; it raises {one_line(error)}"
-    if abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0]):
-        return ""
-    return "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"

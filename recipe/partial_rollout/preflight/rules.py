@@ -408,7 +408,6 @@ _PARTIAL_ROLLOUT = (
             facts.keeps_on_policy_tokens,
             "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
         ),
-        Rule(_LOSS, lambda _, c: not facts.needed_of_loss(c), facts.needed_of_loss),
     ),
     # where the engines run
     *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),

@@ -1,4 +1,4 @@
-"""Code and classes that a config names, loaded once here as verl's workers will: reward, dataset, tools, agent loops.
+"""Code and classes that a config names, tried once here as verl's workers will: loss, reward, dataset, tools, agent loops.
 
 A worker would die of what does not load, a minute after the start, and its error would not name the key.
 """
@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.tools.tool_registry import load_all_tools
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -27,12 +29,14 @@ from verl.utils.import_utils import import_external_libs, resolve_config_path
 from verl.workers.config.optimizer import build_optimizer
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import CONF_DIR
+from recipe.partial_rollout.config.settings import CONF_DIR, Correction
 from recipe.partial_rollout.preflight.facts import at, full
 from recipe.partial_rollout.preflight.rule import check_rules, one_of
+from recipe.partial_rollout.training.loss import config_of
 from recipe.partial_rollout.waits import one_line
 
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
+_LOSS = "actor.policy_loss.loss_mode"
 _LOOPS = "rollout.agent.agent_loop_config_path"
 _REWARD, _MANAGER = "reward.custom_reward_function", "reward.reward_manager"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -99,11 +103,12 @@ def _tool_file(key: str, given: str) -> str:
 
 
 def check_code(config: DictConfig) -> None:
-    """Load what ``config`` names: reward, dataset, agent loops, optimizer.
+    """Load what ``config`` names: policy loss, reward, dataset, agent loops, optimizer.
 
     Raises:
         ConfigError: for the first that does not load, or lacks what verl calls.
     """
+    _check_loss(config)
     _check_reward(config)
     if at(config, "data.custom_cls.path"):
         words = f"a file with the dataset class {config.data.custom_cls.name} (data.custom_cls.name)"
@@ -127,6 +132,36 @@ def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> 
     # A BaseTool prints its schema.
     with refusing(full(key), at(config, key), words), contextlib.redirect_stdout(io.StringIO()):
         return load()
+
+
+def _check_loss(config: DictConfig) -> None:
+    """Refuse a policy loss that does not change when the behaviour weights of all tokens are halved."""
+    settings, actor = config.partial_rollout, config.actor_rollout_ref.actor
+    if not settings.enable or settings.correction == Correction.NONE:
+        return
+    words = "a loss that takes rollout_is_weights"
+    whole, half = (_load(config, _LOSS, words, partial(_loss_of, actor, weight)) for weight in (1.0, 0.5))
+    if abs(whole - half) <= 1e-3 * abs(whole):
+        words = "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"
+        raise fail(full(_LOSS), actor.policy_loss.loss_mode, words)
+
+
+def _loss_of(actor: DictConfig, weight: float) -> float:
+    """The policy loss of two made-up samples whose tokens all have this behaviour weight."""
+    # clip_cov draws tokens at random: it must draw the same ones each time and leave the caller's generator alone.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        log_prob = -torch.rand(2, 8)
+        loss, _ = POLICY_LOSS_REGISTRY[actor.policy_loss.loss_mode](
+            old_log_prob=log_prob - 0.01 * torch.rand(2, 8),  # type: ignore[call-arg]
+            log_prob=log_prob,
+            advantages=torch.tensor([[1.0] * 8, [-1.0] * 8]),
+            response_mask=torch.ones(2, 8),
+            loss_agg_mode="token-mean",
+            config=config_of(actor),
+            rollout_is_weights=torch.full((2, 8), weight),
+        )
+    return float(loss)
 
 
 def _check_reward(config: DictConfig) -> None:

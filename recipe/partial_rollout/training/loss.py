@@ -96,10 +96,14 @@ def worker_loss(
     actor: DictConfig, settings: PartialRolloutConfig, policy: ProximalPolicy
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     """``corrected_ppo_loss`` for a run: what the actor workers get; ``actor`` is verl's config of the actor."""
+    region = BehaviourRegion.of(settings, actor)
+    return partial(corrected_ppo_loss, config=config_of(actor), policy=policy, region=region)
+
+
+def config_of(actor: DictConfig) -> ActorConfig:
+    """verl's config of the actor, for its losses; a dual clip that is left out bounds nothing."""
     config = omega_conf_to_dataclass(actor)
-    if config.clip_ratio_c is None:
-        config = replace(config, clip_ratio_c=NO_DUAL_CLIP)
-    return partial(corrected_ppo_loss, config=config, policy=policy, region=BehaviourRegion.of(settings, actor))
+    return replace(config, clip_ratio_c=NO_DUAL_CLIP) if config.clip_ratio_c is None else config
 
 
 def corrected_ppo_loss(
