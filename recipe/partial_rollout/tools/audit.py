@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from msgspec import structs
@@ -89,30 +89,33 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
 
 
 class Audit:
-    """The account of a training, without what resumes have undone.
+    """The account of a training, from the events of its log, without what resumes have undone."""
 
-    Args:
-        first: the first event of its log. events: those that follow.
-    """
-
-    def __init__(self, first: RunSettings, events: Iterable[Event]) -> None:
-        self.sizes = first
-        """of the process that began last; ``total`` is at most what the data suffices for"""
-        self.offered = 0
-        """most prompts that any process of the training may admit"""
-        self.drains = True
-        """whether every process so far drains"""
-        self.complete = self.exhausted = False
-        """whether it is over; whether because the data could not fill another batch"""
-        self._worked = False
-        """whether the present process has booked anything, and has not ended on purpose: the next one survives its death"""
-        self.resumes, self.kills = -1, 0
-        self.lost = self.repeated = 0
-        self.violations: list[str] = []
-        lineage = Lineage(lambda round_: Entry.of(round_, self.sizes))
-        for event in chain([first], events):
-            self._book(event)
+    def __init__(self, events: Iterable[Event]) -> None:
+        processes, worked, self.kills = list[RunSettings](), False, 0
+        lineage = Lineage(lambda round_: Entry.of(round_, lineage.settings))
+        for event in events:
             lineage.take(event)
+            match event:
+                case RunSettings():
+                    processes.append(event)
+                    self.kills += worked
+                    worked = False
+                case Round() | Checkpoint():
+                    worked = True
+                case Ended():
+                    worked = False
+        sizes, ended = lineage.settings, lineage.ended
+        # ``trainer.total_training_steps`` may be more than the data suffices for.
+        self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
+        """of the process that began last"""
+        self.offered = max(each.offered for each in processes)
+        """most prompts that any process of the training may admit"""
+        self.drains = all(each.drains for each in processes)
+        self.resumes = len(processes) - 1
+        self.complete = ended is not None and ended.complete
+        self.exhausted = ended is not None and ended.exhausted
+        """whether it is over because the data could not fill another batch"""
         self.entries = lineage.standing()
         """of the rounds that count"""
         self.admitted, self.trained, self.filtered = (
@@ -122,29 +125,14 @@ class Audit:
         self.undone = sum(len(entry.trained) for entry in lineage.undone)
         """trained groups that resumes have undone"""
         self._consumed = self.trained | self.filtered
+        self.lost = self.repeated = 0
+        self.violations = [
+            f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
+            for before, now in pairwise(processes)
+            for key in _LASTING
+            if getattr(before, key) != getattr(now, key)
+        ]
         self._judge()
-
-    def _book(self, event: Event) -> None:
-        match event:
-            case RunSettings():
-                self._book_process(event)
-            case Round() | Checkpoint():
-                self._worked = True
-            case Ended():
-                self._worked, self.complete, self.exhausted = False, event.complete, event.exhausted
-
-    def _book_process(self, sizes: RunSettings) -> None:
-        self.kills += self._worked
-        self.resumes += 1
-        for key in _LASTING:
-            before, now = getattr(self.sizes, key), getattr(sizes, key)
-            if now != before:
-                self.violations.append(f"a resumed run changed {key} from {before} to {now}")
-        # ``trainer.total_training_steps`` may be more than the data suffices for.
-        self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
-        self._worked = self.complete = self.exhausted = False
-        self.drains &= sizes.drains
-        self.offered = max(self.offered, sizes.offered)
 
     # -- what is wrong with it ---------------------------------------------------------------------------------------
 
@@ -301,7 +289,8 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
     assert isinstance(first, RunSettings), "read_log has looked"
     if first.arm is Arm.NOPR:
         raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
-    return Audit(first, events), len(cut_off)
+    audited = Audit(chain([first], events))
+    return audited, len(cut_off)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from recipe.partial_rollout.records.run_log import METRICS, Ended, Phase, RolloutPhase, Round, RunSettings, TrainedGroup
+from recipe.partial_rollout.records.run_log import METRICS, Phase, RolloutPhase, Round, RunSettings, TrainedGroup
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, iter_lines, read_log
@@ -133,17 +133,11 @@ def load_run(directory: Path) -> RunRecord:
     warnings: list[str] = []
     phases: list[Phase] = []
     rounds = Lineage[Round](keep=lambda round_: round_)
-    settings, complete = None, False
     for event in read_log(directory, warnings):
         rounds.take(event)
-        match event:
-            case RunSettings():
-                settings, complete = event, False
-            case Ended():
-                complete = event.complete
-            case Phase():
-                phases.append(event)
-    assert settings, "the first event that a log has"
+        if isinstance(event, Phase):
+            phases.append(event)
+    settings, complete = rounds.settings, rounds.ended is not None and rounds.ended.complete
     if undone := {round_.step for round_ in rounds.undone}:
         warnings.append(
             f"{directory}: steps {_ranges(undone)} were begun again (a resumed run); the last attempt counts"

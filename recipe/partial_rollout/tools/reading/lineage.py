@@ -1,11 +1,11 @@
-"""Which rounds of a run count: those of the processes that lead to its end."""
+"""Which rounds of a run count, and which process began last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from recipe.partial_rollout.records.run_log import Event, Round, RunSettings
+from recipe.partial_rollout.records.run_log import Ended, Event, Round, RunSettings
 
 T = TypeVar("T")
 
@@ -26,6 +26,10 @@ class Lineage(Generic[T]):
 
     def __init__(self, keep: Callable[[Round], T]) -> None:
         self._keep = keep
+        self.settings: RunSettings
+        """of the process that began last; there is none before the first event"""
+        self.ended: Ended | None = None
+        """how that process ended, if on purpose"""
         self._standing: list[tuple[int, T]] = []
         """step, and what is kept of it"""
         self.undone: list[T] = []
@@ -34,10 +38,13 @@ class Lineage(Generic[T]):
         """Take the next event of the run."""
         match event:
             case RunSettings(resumed=last):
+                self.settings, self.ended = event, None
                 self.undone += [kept for step, kept in self._standing if step > last]
                 self._standing = [(step, kept) for step, kept in self._standing if step <= last]
             case Round(step=step):
                 self._standing.append((step, self._keep(event)))
+            case Ended():
+                self.ended = event
 
     def standing(self) -> list[T]:
         """Of those that count, in order."""
