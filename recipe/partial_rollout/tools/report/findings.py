@@ -13,8 +13,7 @@ def headline(comparison: Comparison, *, ranges: bool = False) -> list[str]:
     """
     if not comparison.others:
         return [_alone(comparison.base)]
-    by_wall = comparison.separate
-    return [_against(comparison.base, other, by_wall=by_wall, ranges=ranges) for other in comparison.others]
+    return [_against(other, by_wall=comparison.separate, ranges=ranges) for other in comparison.others]
 
 
 def _alone(side: Side) -> str:
@@ -27,8 +26,8 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(base: Side, other: Other, *, by_wall: bool, ranges: bool) -> str:
-    ratios = other.ratios
+def _against(other: Other, *, by_wall: bool, ranges: bool) -> str:
+    base, ratios = other.base, other.ratios
 
     def spread(name: str) -> str:
         if not ranges or name not in other.ranges:

@@ -14,7 +14,7 @@ from recipe.partial_rollout.records.figures import bubble_fraction, length_sigma
 from recipe.partial_rollout.records.run_log import RunSettings
 from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
-from recipe.partial_rollout.tools.report.summary import ratio
+from recipe.partial_rollout.tools.report.summary import mean, ratio
 from recipe.partial_rollout.tools.run_record import Step
 
 MARKED_STEPS = 40
@@ -44,10 +44,6 @@ class Panel:
     """The axis includes 0 and at least this value; None if it follows the figures."""
 
 
-def _mean(values: list[int]) -> float | None:
-    return ratio(sum(values), len(values))
-
-
 def _seconds(shown: Shown) -> float:
     """Those that the figures of the engines are over."""
     if shown.settings.separate:
@@ -71,11 +67,11 @@ PANELS = (
     Panel("empty slots {over} (bubble)", _bubble, reach=1.0),
     Panel(
         "staleness of trained samples: mean, and max (thin)",
-        lambda shown: (_mean(shown.step.staleness), max(shown.step.staleness, default=None)),
+        lambda shown: (mean(shown.step.staleness), max(shown.step.staleness, default=None)),
         reach=1.0,
     ),
     Panel("mean reward", lambda shown: [shown.step.metrics.get("critic/score/mean")], reach=None),
-    Panel("mean trained length, tokens", lambda shown: [_mean(shown.step.lengths)]),
+    Panel("mean trained length, tokens", lambda shown: [mean(shown.step.lengths)]),
     Panel("entropy", lambda shown: [shown.step.metrics.get("actor/entropy")], reach=None),
     Panel(
         "sigma of trained lengths: batch, and group (thin)",

@@ -93,16 +93,12 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
-
-
-def _known_spread(values: Sequence[float | None]) -> Spread | None:
-    return spread([value for value in values if value is not None])
 
 
 def _speed(steps: Sequence[Step], timer: str) -> float | None:
@@ -133,7 +129,7 @@ def _reward(label: str, steps: slice) -> Any:
     def of(self: Summary) -> float | None:
         """Mean reward of the trained samples."""
         key = "critic/score/mean"
-        return _mean([step.metrics[key] for step in self.run.steps[steps] if key in step.metrics])
+        return mean([step.metrics[key] for step in self.run.steps[steps] if key in step.metrics])
 
     return figure(label, units.precise)(of)
 
@@ -304,7 +300,7 @@ class Summary:
     @figure("mean trained length", units.count, compared=True)
     def mean_trained_length(self) -> float | None:
         """Response tokens of a trained sample; with tools, theirs included."""
-        return _mean([length for step in self.run.steps for length in step.lengths])
+        return mean([length for step in self.run.steps for length in step.lengths])
 
     @figure("sigma of lengths, in a batch / in a group", units.pair)
     def length_sigma(self) -> tuple[float, float] | None:
@@ -326,12 +322,12 @@ class Summary:
     @figure("interrupt, mean / p95 / max", units.spread_s)
     def interrupt_s(self) -> Spread | None:
         """From the decision to interrupt a round until every engine was quiet."""
-        return _known_spread([round_.interrupt_s for round_ in self.run.rounds])
+        return spread([each.interrupt_s for each in self.run.rounds if each.interrupt_s is not None])
 
     @figure("resume, mean / p95 / max", units.spread_s)
     def resume_s(self) -> Spread | None:
         """From the opening of a round to its first engine call."""
-        return _known_spread([round_.resume_s for round_ in self.run.rounds])
+        return spread([each.resume_s for each in self.run.rounds if each.resume_s is not None])
 
     @figure("carried groups a round, mean / p95 / max", units.spread)
     def carried_groups(self) -> Spread | None:
