@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_ext.guard import cpu_requested
+
 NAME = "recipe.partial_rollout"
 OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
 """the recipe that is installed with this file"""
@@ -88,7 +90,7 @@ def no_device(device: str, cluster: str | None) -> str | None:
         device: ``trainer.device``.
         cluster: Ray's address, of machines whose devices nobody here sees.
     """
-    cpu = os.environ.get("VERL_PLATFORM") == "cpu"
+    cpu = cpu_requested()
     if device == "cpu" and not cpu:
         return "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
     if device != "cpu" and cpu:

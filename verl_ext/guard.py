@@ -1,7 +1,8 @@
-"""Version guard of the patches: a patch written for one release never touches another, and is made once a process."""
+"""What the patches ask and share: a patch written for one release never touches another, and is made once a process."""
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -70,6 +71,16 @@ def require_tested_pair(patch: str) -> Pair:
             f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
         )
     return found
+
+
+def platform_asked() -> str:
+    """The platform that the user chose by verl's own switch; "" if none."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower()
+
+
+def cpu_requested() -> bool:
+    """Whether that is the CPU."""
+    return platform_asked() == "cpu"
 
 
 _planned: set[tuple[str, Callable[[Any], None]]] = set()

@@ -5,8 +5,6 @@ them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG 
 and the recipe's start-up both look at the result.
 """
 
-import os
-
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
@@ -17,7 +15,7 @@ from verl_ext import (
     v1,
     weight_socket,
 )
-from verl_ext.guard import VERL, require, require_tested_pair, when_imported
+from verl_ext.guard import VERL, cpu_requested, require, require_tested_pair, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 EVERYWHERE = (
@@ -39,11 +37,6 @@ EVERYWHERE = (
     ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),
 )
 """(module of verl, what patches it), on every platform"""
-
-
-def cpu_requested() -> bool:
-    """Whether the user chose the CPU platform, by verl's own switch."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 def install_cpu() -> None:

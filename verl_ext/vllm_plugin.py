@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_ext.guard import GPU_PAIR, TESTED, around, installed_pair, when_imported
-from verl_ext.plugin import cpu_requested
+from verl_ext.guard import GPU_PAIR, TESTED, around, cpu_requested, installed_pair, when_imported
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
 _UTILITY = "partial_rollout_preemptions"

@@ -125,7 +125,8 @@ def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_
     ("platform", "variables", "line"),
     [
         ("cpu", {}, "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"),
-        ("gpu", {"VERL_PLATFORM": "cpu"}, "trainer.device=cuda: cpu where the environment has VERL_PLATFORM=cpu"),
+        # verl takes it in capitals too.
+        ("gpu", {"VERL_PLATFORM": " CPU"}, "trainer.device=cuda: cpu where the environment has VERL_PLATFORM=cpu"),
         ("gpu", {}, "trainer.device=cuda: a GPU on this machine, or RAY_ADDRESS"),
     ],
 )

@@ -32,6 +32,7 @@ from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.command_line import HERE, Parser, typed
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
+from verl_ext.guard import cpu_requested
 
 ENGINE = "PARTIAL_ROLLOUT_TEST_ENGINE"
 """vLLM arguments in JSON, for the engines of the tests in B (``tests/e2e/conftest.py``)"""
@@ -223,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         "20 minutes on one GPU, from the root of a checkout, without a download; with VERL_PLATFORM=cpu the same in small, "
         "without the checks of the device. OUT/accept.json has the figures. Exit code: 0 if accepted.",
     )
-    platform = "cpu" if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu" else "cuda"
+    platform = "cpu" if cpu_requested() else "cuda"
     shape = "tiny" if platform == "cpu" else "0.6b"
     parser.add_argument("--out", type=Path, default=Path("outputs/accept_cuda"), help="folder for logs and figures")
     parser.add_argument("--shape", choices=list(SHAPES), default=shape, help="of the random model")

@@ -23,7 +23,15 @@ from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GP
 from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
-from verl_ext.guard import GPU_PAIR, UnsupportedVersionError, installed, installed_pair, require_tested_pair
+from verl_ext.guard import (
+    GPU_PAIR,
+    UnsupportedVersionError,
+    cpu_requested,
+    installed,
+    installed_pair,
+    platform_asked,
+    require_tested_pair,
+)
 from verl_ext.packed_attention import FLASH
 
 _MODULES = (
@@ -73,7 +81,7 @@ def findings() -> Iterator[Finding]:
         yield device(found)
         yield compiler()
     else:
-        yield Finding("device", "CPU" if os.environ.get("VERL_PLATFORM") else "no GPU: nvidia-smi is not found")
+        yield Finding("device", "CPU" if cpu_requested() else "no GPU: nvidia-smi is not found")
     yield flash_attention()
     yield from packages()
     yield engine()
@@ -86,7 +94,7 @@ def findings() -> Iterator[Finding]:
 
 def wants_gpu() -> bool:
     """Whether runs here are meant for GPUs: there are some, and ``VERL_PLATFORM`` does not say cpu."""
-    return shutil.which("nvidia-smi") is not None and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu"
+    return shutil.which("nvidia-smi") is not None and not cpu_requested()
 
 
 def gpus() -> list[tuple[str, str, str]]:
@@ -135,7 +143,7 @@ def failure() -> str | None:
             return f"{name} does not import: {one_line(error)}"
     from verl.plugin.platform import get_platform
 
-    wanted = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    wanted = platform_asked()
     in_force = get_platform().vendor_name
     if wanted and in_force != wanted:
         return f"VERL_PLATFORM={wanted}, but verl's platform in force is {in_force}: is this package installed (-e .)?"
