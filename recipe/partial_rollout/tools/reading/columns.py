@@ -60,14 +60,11 @@ class CallColumns(Collection[EngineCall]):
         >>> [each.tolist() for each in CallColumns(turns).between_turns()]
         [[0], [2.0], [5.0]]
         """
-        names: dict[str, int] = {"": -1}
-        sample = np.fromiter(
-            (names.setdefault(name, len(names)) for name in self.column("sample")), np.int64, len(self)
-        )
+        names, sample = np.unique(self.column("sample"), return_inverse=True)
         asked, end = self.column("start") - self.column("waited_s"), self.column("end")
         order = np.lexsort((asked, sample))
         left, back = order[:-1], order[1:]
-        gap = (sample[left] == sample[back]) & (sample[left] >= 0) & (asked[back] > end[left])
+        gap = (sample[left] == sample[back]) & (names[sample[left]] != "") & (asked[back] > end[left])
         left, back = (each[gap & ~self.column("interrupted")[left]] for each in (left, back))
         return left, end[left], asked[back]
 

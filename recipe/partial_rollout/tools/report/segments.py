@@ -46,7 +46,7 @@ def _segments(run: RunRecord) -> dict[str, Any]:
     ``samples``, whose empty name is for calls that do not say; ``version`` is -1 if unknown.
     """
     calls = run.calls
-    names = {name: code for code, name in enumerate(dict.fromkeys(calls.column("sample")))}
+    names, sample = np.unique(calls.column("sample"), return_inverse=True)
     left, begin, back = calls.between_turns()
     # A tool's bar has the place of the call before it.
     source = np.concatenate([np.arange(len(calls)), left])
@@ -67,12 +67,12 @@ def _segments(run: RunRecord) -> dict[str, Any]:
             (at // 2, number, count, bool(at % 2))
             for (at, number), count in zip(places.T.tolist(), counts.tolist(), strict=True)
         ],
-        "samples": list(names),
+        "samples": names.tolist(),
         "start": _column(begun * 1e3, np.uint32),
         "length": _column(lasted * 1e3, np.uint32),
         "tokens": _column(np.where(tools, 0, calls.column("tokens")[source]), np.uint32),
         "version": _column(calls.column("version")[source], np.int32),
-        "sample": _column(np.array([names[name] for name in calls.column("sample")], np.int64)[source], np.uint32),
+        "sample": _column(sample[source], np.uint32),
         "interrupted": _column(calls.column("interrupted")[source] & ~tools, np.uint8),
     }
 
