@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, Scheduling, SchedulingPolicy
@@ -114,27 +114,20 @@ class Model:
         return Model(self.offered, self.version, journals=journals, tools=tools, **copies)
 
 
-def started(self):
-    return self.manager is not None
-
-
 def some_run(self):
-    return self.manager is not None and bool(self.model.running)
+    return bool(self.model.running)
 
 
 def some_end(self):
-    return self.manager is not None and bool(self.model.running or self.model.away)
+    return bool(self.model.running or self.model.away)
 
 
 class ManagerLife(RuleBasedStateMachine):
     """A run, its workers and its trainer."""
 
-    def __init__(self):
-        super().__init__()
-        self.manager = None
+    manager = None
 
-    @precondition(lambda self: self.manager is None)
-    @rule(policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE, sizes=SIZES)
+    @initialize(policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE, sizes=SIZES)
     def begin(self, policy, overtake, sizes):
         sizes = SimpleNamespace(**sizes)
         self.batch, self.n, self.scheduling = sizes.batch, sizes.n, Scheduling(policy, overtake)
@@ -188,14 +181,13 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    @precondition(started)
     @rule(capacity=st.integers(1, 8))
     def join(self, capacity):
         name = next(self.names)
         self.capacity[name] = capacity
         self.manager.slots.register(name, capacity)
 
-    @precondition(lambda self: started(self) and self.capacity and not self.model.running)
+    @precondition(lambda self: self.capacity and not self.model.running)
     @rule(pick=PICK, capacity=st.integers(1, 8))
     def resize(self, pick, capacity):
         """What scarce KV does between rounds."""
@@ -203,7 +195,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.slots.workers[worker] = capacity
         self.capacity[worker] = capacity
 
-    @precondition(lambda self: started(self) and len(self.capacity) > 1)
+    @precondition(lambda self: len(self.capacity) > 1)
     @rule(pick=PICK)
     def kill_worker(self, pick):
         worker = list(self.capacity)[pick % len(self.capacity)]
@@ -213,7 +205,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.model.away = {s: w for s, w in self.model.away.items() if w != worker}
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
-    @precondition(lambda self: started(self) and self.manager.round_open and self.capacity)
+    @precondition(lambda self: self.manager.round_open and self.capacity)
     @rule(pick=PICK, beyond_share=st.booleans())
     def claim(self, pick, beyond_share):
         self.take_grants(list(self.capacity)[pick % len(self.capacity)], beyond_share)
@@ -311,7 +303,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.leave(sample_id)
         self.model.away[sample_id] = self.model.running.pop(sample_id)
 
-    @precondition(lambda self: started(self) and self.model.away)
+    @precondition(lambda self: self.model.away)
     @rule(pick=PICK, result=st.booleans())
     def come_back(self, pick, result):
         """Its tool has answered; it needs a slot again."""
@@ -375,7 +367,7 @@ class ManagerLife(RuleBasedStateMachine):
         else:
             self.forget(sample_id, masked_output(model.journals.get(sample_id, []), "boom"))
 
-    @precondition(lambda self: started(self) and self.model.failed)
+    @precondition(lambda self: self.model.failed)
     @rule(pick=PICK)
     def retry(self, pick):
         self.manager.retry(self.model.failed.pop(pick % len(self.model.failed)))
@@ -391,7 +383,7 @@ class ManagerLife(RuleBasedStateMachine):
     def prompts(self, first, end):
         return [Prompt(f"0/{i}", {"index": i}) for i in range(first, end)]
 
-    @precondition(lambda self: started(self) and self.manager.short_of_prompts)
+    @precondition(lambda self: self.manager.short_of_prompts)
     @rule()
     def offer_in_the_round(self):
         self.offer()
@@ -403,7 +395,7 @@ class ManagerLife(RuleBasedStateMachine):
         due = not self.manager.round_open or (self.with_the_trainer() and not model.taken)
         return due and len(model.trained + model.taken) < self.total
 
-    @precondition(lambda self: started(self) and self.may_begin())
+    @precondition(lambda self: self.may_begin())
     @rule()
     def begin_version(self):
         """In a round that was stopped this may come before the batch is trained."""
@@ -421,7 +413,7 @@ class ManagerLife(RuleBasedStateMachine):
         """Whether there is a batch to take; the data may have ended with less than one left."""
         return self.manager.round_complete() and not self.model.taken and not self.manager.exhausted
 
-    @precondition(lambda self: started(self) and self.manager.round_open and self.complete())
+    @precondition(lambda self: self.manager.round_open and self.complete())
     @rule(stop=st.booleans())
     def take_batch(self, stop):
         taken = self.manager.take_batch(stop=stop)
@@ -430,7 +422,7 @@ class ManagerLife(RuleBasedStateMachine):
         assert self.manager.round_open is not stop
         assert not self.manager.round_open or not self.manager.round_complete(), "one batch a version"
 
-    @precondition(lambda self: started(self) and self.manager.round_open and not self.model.taken)
+    @precondition(lambda self: self.manager.round_open and not self.model.taken)
     @rule()
     def suspend(self):
         self.manager.suspend()
@@ -464,7 +456,7 @@ class ManagerLife(RuleBasedStateMachine):
         births = [group.birth for group in self.manager.groups.by_order.values() if group.birth is not None]
         assert births == sorted(births), "dispatch order is the order of birth"
 
-    @precondition(lambda self: started(self) and self.model.taken)
+    @precondition(lambda self: self.model.taken)
     @rule()
     def acknowledge(self):
         model = self.model
@@ -476,7 +468,7 @@ class ManagerLife(RuleBasedStateMachine):
         phase = RolloutPhase(0.0, 0.0, ())
         self.log.round(Round(step=step, phase=phase, trained=trained, admitted=admitted, filtered=filtered))
 
-    @precondition(lambda self: started(self) and self.may_begin())
+    @precondition(lambda self: self.may_begin())
     @rule(every=st.integers(2, 4), during=st.integers(0, 6), stop=st.booleans(), crashes=st.booleans())
     def play_version_with_stragglers(self, every, during, stop, crashes):
         """A version whose batch trains for so many samples; some prompts end only when nothing else runs.
@@ -533,13 +525,13 @@ class ManagerLife(RuleBasedStateMachine):
         """Not while the trainer has the batch of the version before."""
         return not self.model.taken or bool(self.with_the_trainer())
 
-    @precondition(lambda self: started(self) and self.may_save())
+    @precondition(lambda self: self.may_save())
     @rule()
     def checkpoint(self):
         data = plain_state.pack(state_of(self.manager))
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
-    @precondition(lambda self: started(self) and self.checkpoints)
+    @precondition(lambda self: self.checkpoints)
     @rule(pick=PICK, scheduling=st.none() | st.builds(Scheduling, st.sampled_from(SchedulingPolicy), OVERTAKE))
     def crash_and_restore(self, pick, scheduling=None):
         """Under another policy, if one is given."""
@@ -554,7 +546,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.join(1 + pick % 5)
         self.process_began(resumed=True)
 
-    @precondition(lambda self: started(self) and self.may_save())
+    @precondition(lambda self: self.may_save())
     @rule()
     def checkpoint_and_go_on_from_it(self):
         self.checkpoint()
@@ -562,7 +554,6 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- what holds ------------------------------------------------------------------------------------------------
 
-    @precondition(started)
     @invariant()
     def nothing_is_lost_or_repeated(self):
         assert self.manager.groups.lost == 0
@@ -570,7 +561,6 @@ class ManagerLife(RuleBasedStateMachine):
         assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
         assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)
 
-    @precondition(started)
     @invariant()
     def states_agree_with_the_indexes(self):
         groups = self.manager.groups
@@ -600,7 +590,7 @@ class ManagerLife(RuleBasedStateMachine):
         model = self.model
         return max(0, len(model.trained + model.taken) - self.batch * model.version)
 
-    @precondition(lambda self: started(self) and self.manager.round_open)
+    @precondition(lambda self: self.manager.round_open)
     @invariant()
     def pacing_counts_what_is_in_flight_and_with_the_trainer(self):
         """No more than can be trained in time; where each version before has its batch, these are the groups in flight."""
@@ -610,7 +600,6 @@ class ManagerLife(RuleBasedStateMachine):
         assert counted == groups.in_flight + self.with_the_trainer()
         assert counted <= (1 + self.max_staleness) * self.batch
 
-    @precondition(started)
     @invariant()
     def slots_are_respected(self):
         for worker, capacity in self.capacity.items():
