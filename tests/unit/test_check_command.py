@@ -1,18 +1,21 @@
 """``main_ppo`` with ``--check``, and before Ray starts: a user's mistake is one line and exit code 2, whoever finds it."""
 
+import contextlib
 import json
 import logging
 import re
 import runpy
 import sys
+from datetime import datetime
 
 import pandas as pd
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.rows import check_files, check_prompts, check_steps, dataset_of
+from recipe.partial_rollout.preflight.rows import check_files, check_prompts, check_rows, check_steps, dataset_of
 from recipe.partial_rollout.preflight.settings_check import check_config, check_settings
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
@@ -297,6 +300,21 @@ def test_row_that_verl_would_break_on_in_midst_of_a_run_is_named(files, tmp_path
         check_files(config)
         check_prompts(config, tokenizer, dataset_of(config, split, tokenizer), key)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("refused", "enable", "save_freq"), [(True, True, 5), (False, True, -1), (False, False, 5)])
+def test_column_that_no_checkpoint_can_hold_is_refused_by_name_where_there_are_any(refused, enable, save_freq):
+    ours = {"partial_rollout": {"enable": enable}, "trainer": {"save_freq": save_freq}}
+    config = OmegaConf.create({"data": {"train_files": "train.parquet"}, **ours})
+    rows = [
+        {"dummy_tensor": torch.zeros(1), "extra_info": {"made": made}} for made in ("2026-01-01", datetime(2026, 1, 1))
+    ]
+    check_rows(config, rows[:1])
+    words = (
+        r"^data.train_files=train.parquet: row 1, column extra_info.made: datetime.datetime cannot be saved: only plain"
+    )
+    with pytest.raises(ConfigError, match=words) if refused else contextlib.nullcontext():
+        check_rows(config, rows)
 
 
 def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(files):

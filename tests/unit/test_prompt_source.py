@@ -1,6 +1,8 @@
-"""Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart."""
+"""Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart; so do noPR's rows."""
 
+from itertools import islice
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,9 +12,13 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.manager.types import position_of
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader
+from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from tests.unit.shared import settings_of
+from tests.unit.test_stop_in_fit import Weights
 
 ROWS = [
     {
@@ -82,3 +88,39 @@ def test_slots_of_a_resumed_epoch_are_those_that_are_left_and_end_where_the_data
             session.completed_step += 1
             driver.exhausted = len(trained) == 6
     assert trained == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [2, 4, 7, 8], ids=["mid", "end of an epoch", "mid of the second", "end of the second"])
+def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(
+    tmp_path, composed_config, workers, step
+):
+    config = composed_config("quickstart_cpu", f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto")
+
+    def process():
+        ours = object.__new__(PartialRolloutRayPPOTrainer)
+        ours.config, ours.use_critic, ours.actor_rollout_wg = config, False, Weights(lambda name: None)
+        ours.session = RunSession(SimpleNamespace(enable=False), RunCheckpoints(tmp_path))
+        ours.session.begin()
+        ours.session.log = Mock()
+        rows = list(range(8))
+        sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)
+        loader = StatefulDataLoader(rows, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)
+        ours.session.offer(loader, TrainingSteps(4, 3, 12))
+        ours.train_dataloader, ours.global_steps = loader, 0
+        ours._load_checkpoint()
+        return ours
+
+    def batches(ours):
+        """As in verl's ``fit``."""
+        for _ in range(ours.global_steps // 4, 3):
+            for batch in ours.train_dataloader:
+                ours.global_steps = ours.session.completed_step = ours.global_steps + 1
+                yield batch.tolist()
+
+    whole = list(batches(process()))
+    first = process()
+    begun = list(islice(batches(first), step))
+    first._save_checkpoint()
+    again = process()
+    assert again.global_steps == step and begun + list(batches(again)) == whole

@@ -1,6 +1,7 @@
-"""verl's own ``fit`` over the recipe's trainer, stopped at each of its moments: the checkpoint is that of a whole step.
+"""verl's own ``fit`` over the recipe's trainer, stopped or killed at its moments: the checkpoint is that of a whole step.
 
-Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager state, source and checkpoints are real.
+Workers, engines and the metrics' consumers are stand-ins; loop, hooks, manager state and checkpoints, verl's part of them
+too, are real.
 """
 
 import gc
@@ -16,10 +17,12 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.checkpoint import manifest, run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
@@ -107,6 +110,23 @@ class Rollout:
         restore(self.manager, read_snapshot(Path(path)))
 
 
+class Weights(BaseCheckpointManager):
+    """The actor's workers, which save as verl's FSDP and Megatron managers do: the number of updates."""
+
+    def __init__(self, moment):
+        self.previous_saved_paths, self.updates, self.moment = [], 0, moment
+
+    def save_checkpoint(self, path, remote, step, max_ckpt_to_keep=None):
+        self.moment("save")
+        self.ensure_checkpoint_capacity(max_ckpt_to_keep)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "weights").write_text(str(self.updates))
+        self.register_checkpoint(path, max_ckpt_to_keep)
+
+    def load_checkpoint(self, path, del_local_after_load):
+        self.updates = int((Path(path) / "weights").read_text())
+
+
 class Figures(dict):
     """Of a step, which is finished before they are logged."""
 
@@ -126,7 +146,8 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.config = config
     settings = PartialRolloutConfig.from_config(config)
     asked = config.trainer
-    checkpoints = RunCheckpoints(Path(asked.default_local_dir), asked.resume_mode, asked.get("resume_from_path"))
+    keep = claim_retention(asked, critic=False)
+    checkpoints = RunCheckpoints(Path(asked.default_local_dir), asked.resume_mode, asked.get("resume_from_path"), keep)
     trainer.session = session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
     session.begin()
     session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
@@ -138,7 +159,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.total_training_steps = STEPS
     trainer.train_dataloader, trainer.train_dataset = SlotLoader(session), object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
-    trainer.actor_rollout_wg = trainer.llm_server_manager = object()
+    trainer.actor_rollout_wg, trainer.llm_server_manager = Weights(moment), object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
@@ -166,7 +187,7 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
 
     def update(self, batch):
         at.moment("update")
-        at.weights += 1
+        self.actor_rollout_wg.updates += 1
         return DataProto.from_single_dict({}, meta_info={"metrics": {"actor/grad_norm": [1.0]}})
 
     def validate(self):
@@ -176,30 +197,16 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         self.async_rollout_manager.generate_sequences(gen_batch)
         return {"val-core/reward": 1.0}
 
-    def save(self):
-        at.moment("save")
-        actor = self.session.run_dir / f"global_step_{self.global_steps}" / "actor"
-        actor.mkdir(parents=True, exist_ok=True)
-        (actor / "weights").write_text(str(at.weights))
-
-    def load(self):
-        self.global_steps = self.session.checkpoints.resumed_step
-        at.weights = int((self.session.checkpoints.chosen / "actor" / "weights").read_text())
-
     for name, fake in (
         ("_compute_old_log_prob", log_probs),
         ("_update_actor", update),
         ("_validate", validate),
-        ("_save_checkpoint", save),
-        ("_load_checkpoint", load),
     ):
         monkeypatch.setattr(RayPPOTrainer, name, fake)
 
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
     def run(*overrides, stop_at=None):
-        at.weights = 0
-
         def moment(name):
             step = getattr(trainer, "global_steps", 0)
             if (name, step) == stop_at and trainer.session.stop._number is None:
@@ -270,7 +277,7 @@ def test_stop_anywhere_in_a_step_leaves_a_checkpoint_of_a_whole_step(life, tmp_p
 def test_stop_in_a_validation_completes_the_training_or_tells_the_step(life, tmp_path, step, freq, end, saved):
     trainer = life(*VALIDATES, f"trainer.save_freq={freq}", stop_at=("validating", step))
     assert log_of(trainer)[-1] == end and trainer.stopped == (end[0] == "stopped")
-    assert sorted(int(path.name.rpartition("_")[2]) for path in tmp_path.glob("global_step_*")) == saved
+    assert steps_of(tmp_path) == saved
 
 
 def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
@@ -353,3 +360,83 @@ def test_validation_alone_trains_nothing_and_leaves_the_run_as_it_is(life, tmp_p
 def test_validation_alone_that_is_stopped_ends_as_stopped(life, tmp_path):
     life("trainer.save_freq=1", stop_at=("round", 3))
     assert life("trainer.val_only=True", stop_at=("validating", 2)).stopped
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def kill(*args, **kwargs):
+    raise Killed
+
+
+def steps_of(run_dir):
+    return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
+
+
+SAVES = "trainer.save_freq=1"
+LIMITS = [("trainer.max_actor_ckpt_to_keep=2", 2), ("+trainer.remove_previous_ckpt_in_save=True", 1)]
+
+
+@pytest.mark.parametrize(("limit", "kept"), LIMITS)
+def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole(
+    life, tmp_path, monkeypatch, limit, kept
+):
+    def seal(step_dir, made, seal=run_checkpoints.seal):
+        return kill() if made.step == STEPS else seal(step_dir, made)
+
+    monkeypatch.setattr(run_checkpoints, "seal", seal)
+    with pytest.raises(Killed):
+        life(limit, SAVES)
+    whole = {f"global_step_{step}": str(step) for step in range(STEPS - kept, STEPS + 1)}
+    left = {path.parents[1].name: path.read_text() for path in tmp_path.glob("*/actor/weights")}
+    assert left == whole, "nothing is removed before the next one is whole"
+    assert RunCheckpoints(tmp_path).chosen == tmp_path / f"global_step_{STEPS - 1}"
+
+
+@pytest.mark.parametrize(("limit", "kept"), LIMITS)
+def test_process_that_resumes_removes_what_the_one_before_could_not(life, tmp_path, monkeypatch, limit, kept):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run_checkpoints.shutil, "rmtree", kill)
+        life(limit, SAVES)
+    assert steps_of(tmp_path) == list(range(1, kept + 2))
+    life(limit, SAVES)
+    assert steps_of(tmp_path) == list(range(STEPS + 1 - kept, STEPS + 1))
+
+
+def test_without_a_limit_of_the_whole_everything_stays_also_under_a_later_limit(life, tmp_path):
+    life(SAVES, "trainer.max_critic_ckpt_to_keep=1", stop_at=("round", 3))
+    life(SAVES, "trainer.max_actor_ckpt_to_keep=1")
+    assert steps_of(tmp_path) == [1, 2, STEPS], "what was saved without a limit is not the limit's to remove"
+    limits = OmegaConf.create({"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2})
+    assert claim_retention(limits.copy(), critic=True) == 2, "a checkpoint is kept as a whole"
+    limits.max_critic_ckpt_to_keep = None
+    assert claim_retention(limits, critic=True) is None
+
+
+def test_resume_checks_each_file_once(life, monkeypatch):
+    life(SAVES, stop_at=("round", 3))
+    read = []
+    monkeypatch.setattr(manifest, "_checksum", lambda path, of=manifest._checksum: read.append(path.name) or of(path))
+    life("trainer.save_freq=-1", stop_at=("round", 3))
+    assert len(read) == 2 and {name.partition("-")[0] for name in read} == {"manager", "source"}
+
+
+@pytest.mark.parametrize(("stop_at", "step"), [(None, 2), (("round", 2), 1)], ids=["new step", "same step again"])
+def test_weights_are_saved_where_what_is_in_flight_cannot_be(life, tmp_path, monkeypatch, stop_at, step):
+    """Of the second checkpoint."""
+    states = iter([state_of, lambda manager: {"row": {"created": object()}}])
+
+    async def save(self, path):
+        write_snapshot(Path(path), next(states)(self.manager))
+
+    monkeypatch.setattr(Rollout, "save", save)
+    with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:
+        life(SAVES, stop_at=stop_at)
+    step_dir, message = tmp_path / f"global_step_{step}", str(caught.value)
+    assert (step_dir / "actor" / "weights").read_text() == str(step)
+    assert f"{step_dir}/actor" in message and "verl.model_merger" in message and "\n" not in message
+    assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_1"
