@@ -22,7 +22,6 @@ from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
 from verl_ext.tracking_observer import observed_tracking
 
-ARMS = ("PR", "noPR")
 STEPS = 8
 
 
@@ -51,14 +50,15 @@ def group_of(step, n):
     )  # fmt: skip
 
 
-@pytest.fixture
-def live(tmp_path, resolved_config, monkeypatch):
+@pytest.fixture(params=["PR", "noPR"])
+def live(tmp_path, resolved_config, monkeypatch, request):
     """``live(who, until=, mode=)``: a process that trains to step ``until``, with a checkpoint at each even one."""
+    partial = request.param == "PR"
 
-    def run(who, *, until, arm, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
+    def run(who, *, until, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
         keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
-        config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={arm == 'PR'}")
+        config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={partial}")
         directory.mkdir(exist_ok=True)
         session = RunSession(
             PartialRolloutConfig.from_config(config), RunCheckpoints(directory, mode, path and str(path), keep)
@@ -68,7 +68,7 @@ def live(tmp_path, resolved_config, monkeypatch):
         slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
         session.source = SimpleNamespace(state_dict=dict)
         session.open(Control([1]), slots, [], "scripted")
-        if arm == "PR":
+        if partial:
             session.driver = Driver()
         weights = session.checkpoints.chosen and (session.checkpoints.chosen / "actor" / "weights").read_text()
         with observed_tracking(lambda data, step: data, file=session.metrics):
@@ -112,156 +112,144 @@ def saved_steps(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
 
-def agrees(run_dir, session, arm):
+def agrees(run_dir, session):
     """Tracker and audit agree with ``session``, which has ended."""
     assert find_latest_ckpt_path(str(run_dir)) == str(run_dir / f"global_step_{session.completed_step // 2 * 2}")
-    if arm == "PR":
+    if session.settings.enable:
         assert audit(run_dir)[0].violations == []
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path, arm):
+def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path):
     run = tmp_path / "run"
-    first = live("a", until=STEPS, arm=arm)
-    second = live("b", until=7, arm=arm, mode="resume_path", path=run / "global_step_4")
+    first = live("a", until=STEPS)
+    second = live("b", until=7, mode="resume_path", path=run / "global_step_4")
     assert saved_steps(run) == [2, 4, 6] and trained_by(run) == "aaaabbb"
-    agrees(run, second, arm)
-    third = live("c", until=STEPS, arm=arm)
+    agrees(run, second)
+    third = live("c", until=STEPS)
     assert third.checkpoints.chosen == run / "global_step_6"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
-    agrees(run, third, arm)
+    agrees(run, third)
     assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
     assert [each.continues for each in (first, second, third)] == [False, False, True]
     (aside,) = (path.parent for path in run.glob("superseded/*/global_step_6"))
     assert saved_steps(aside) == [6, 8] and trained_by(aside) == "a" * STEPS, "it is a run that can be read and resumed"
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch(live, tmp_path, arm):
+def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch(live, tmp_path):
     run = tmp_path / "run"
-    first = live("a", until=STEPS, arm=arm)
-    second = live("b", until=5, arm=arm, mode="resume_path", path=run / "global_step_4")
-    third = live("c", until=STEPS, arm=arm)
+    first = live("a", until=STEPS)
+    second = live("b", until=5, mode="resume_path", path=run / "global_step_4")
+    third = live("c", until=STEPS)
     assert third.checkpoints.resumed_step == 4 and trained_by(run) == "aaaacccc"
-    agrees(run, third, arm)
+    agrees(run, third)
     assert third.branch == second.branch != first.branch, "the first one's tracker has these steps already"
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path, arm):
+def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path):
     run = tmp_path / "run"
-    live("a", until=STEPS, arm=arm)
-    second = live("b", until=7, arm=arm, mode="resume_path", path=run / "global_step_4")
+    live("a", until=STEPS)
+    second = live("b", until=7, mode="resume_path", path=run / "global_step_4")
     (left,) = run.glob("superseded/*/global_step_6")
-    third = live("c", until=7, arm=arm, mode="resume_path", path=left)
+    third = live("c", until=7, mode="resume_path", path=left)
     assert trained_by(run) == "aaaaaac" and third.branch != second.branch
-    fourth = live("d", until=STEPS, arm=arm)
+    fourth = live("d", until=STEPS)
     assert fourth.checkpoints.chosen == left, "it has sealed none of its own"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
-    agrees(run, fourth, arm)
+    agrees(run, fourth)
     aside = {trained_by(path.parent) for path in run.glob("superseded/*/run.jsonl")}
     assert "".join(sorted(aside)) == "aaaaaaaaaaaabbb"
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_before(live, tmp_path, arm):
+def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_before(live, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, arm=arm, directory=other)
-    live("x", until=3, arm=arm)
+    live("a", until=6, directory=other)
+    live("x", until=3)
     shutil.copytree(other / "global_step_4", run / "global_step_4")
-    live("b", until=STEPS, arm=arm, mode="resume_path", path=run / "global_step_4")
+    live("b", until=STEPS, mode="resume_path", path=run / "global_step_4")
     assert trained_by(run) == "bbbb" and saved_steps(run) == [4, 6, 8]
 
 
 def test_checkpoint_that_a_run_went_on_from_and_that_is_gone_is_named(live, tmp_path):
     other = tmp_path / "other"
-    live("a", until=6, arm="PR", directory=other)
-    live("b", until=5, arm="PR", mode="resume_path", path=other / "global_step_4")
+    live("a", until=6, directory=other)
+    live("b", until=5, mode="resume_path", path=other / "global_step_4")
     shutil.rmtree(other / "global_step_4")
     with pytest.raises(TornCheckpointError, match=r"other/global_step_4, which the run went on from, is gone; "):
-        live("c", until=STEPS, arm="PR")
+        live("c", until=STEPS)
 
 
 @pytest.mark.parametrize("content", [b"", b'[{"id": "9f1c"', b"{}", b"\xff"])
 @pytest.mark.parametrize("mode", ["auto", "disable"])
 def test_lineage_that_is_torn_is_named_with_what_to_do(live, tmp_path, content, mode):
-    live("a", until=3, arm="PR")
+    live("a", until=3)
     (tmp_path / "run" / "lineage.json").write_bytes(content)
     with pytest.raises(TornCheckpointError, match=r"run/lineage\.json is cut off or changed: delete it"):
-        live("b", until=STEPS, arm="PR", mode=mode)
+        live("b", until=STEPS, mode=mode)
     (tmp_path / "run" / "lineage.json").unlink()
-    live("c", until=STEPS, arm="PR")
+    live("c", until=STEPS)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path, arm):
+def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, arm=arm, directory=other)
+    live("a", until=6, directory=other)
     for path in filter(Path.is_file, other.iterdir()):
         path.chmod(0o444)
-    live("b", until=5, arm=arm, mode="resume_path", path=other / "global_step_4")
+    live("b", until=5, mode="resume_path", path=other / "global_step_4")
     assert trained_by(run) == "aaaab" and all(path.stat().st_mode & 0o200 for path in run.iterdir())
 
 
-@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("ended", [STEPS, 6])
-def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_path, arm, ended):
+def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_path, ended):
     run = tmp_path / "run"
-    first = live("a", until=ended, arm=arm)
-    second = live("b", until=3, arm=arm, mode="disable")
+    first = live("a", until=ended)
+    second = live("b", until=3, mode="disable")
     assert saved_steps(run) == [2] and trained_by(run) == "bbb"
-    agrees(run, second, arm)
-    third = live("c", until=STEPS, arm=arm)
+    agrees(run, second)
+    third = live("c", until=STEPS)
     assert third.checkpoints.chosen == run / "global_step_2" and trained_by(run) == "bbcccccc"
-    agrees(run, third, arm)
+    agrees(run, third)
     assert third.branch == second.branch != first.branch
     (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.jsonl").exists())
     assert trained_by(aside) == "a" * ended and saved_steps(aside) == list(range(2, ended + 1, 2)), "it is kept whole"
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, tmp_path, arm):
+def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, tmp_path):
     run = tmp_path / "run"
-    processes = [live(who, until=until, arm=arm) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
+    processes = [live(who, until=until) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
     assert [each.checkpoints.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
     assert len({each.branch for each in processes}) == 1
-    agrees(run, processes[-1], arm)
+    agrees(run, processes[-1])
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path, arm):
+def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path):
     run = tmp_path / "run"
-    live("a", until=STEPS, arm=arm, keep=2)
-    live("b", until=3, arm=arm, mode="disable", keep=2)
-    live("c", until=7, arm=arm, keep=2)
+    live("a", until=STEPS, keep=2)
+    live("b", until=3, mode="disable", keep=2)
+    live("c", until=7, keep=2)
     assert saved_steps(run) == [4, 6]
     assert {step for aside in (run / "superseded").iterdir() for step in saved_steps(aside)} == {6, 8}
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(live, tmp_path, arm):
+def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(live, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, arm=arm, directory=other)
-    live("x", until=4, arm=arm)
-    live("b", until=5, arm=arm, mode="resume_path", path=other / "global_step_4")
+    live("a", until=6, directory=other)
+    live("x", until=4)
+    live("b", until=5, mode="resume_path", path=other / "global_step_4")
     assert saved_steps(run) == [] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
-    last = live("c", until=STEPS, arm=arm)
+    last = live("c", until=STEPS)
     assert last.checkpoints.chosen == other / "global_step_4", "it has sealed none of its own"
     assert trained_by(run) == "aaaacccc"
-    agrees(run, last, arm)
+    agrees(run, last)
 
 
-@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("route", ["back", "over"])
-def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(
-    live, tmp_path, arm, route, monkeypatch
-):
+def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, route, monkeypatch):
     move, killed = run_checkpoints.shutil.move, True
     for survives in range(9):
         if not killed:
             break
         run, killed, left = tmp_path / f"run{survives}", False, [survives]
-        live("a", until=STEPS, arm=arm, directory=run)
+        live("a", until=STEPS, directory=run)
 
         def counted(*args, left=left):
             if left[0] == 0:
@@ -273,26 +261,25 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
         with monkeypatch.context() as patch:
             patch.setattr(run_checkpoints.shutil, "move", counted)
             try:
-                live("b", until=3, arm=arm, directory=run, **how)
+                live("b", until=3, directory=run, **how)
             except Killed:
                 killed = True
-        third = live("c", until=STEPS, arm=arm, directory=run)
+        third = live("c", until=STEPS, directory=run)
         expected = "aaaacccc" if route == "back" else "cccccccc" if killed else "bbcccccc"
         assert trained_by(run) == expected
-        agrees(run, third, arm)
+        agrees(run, third)
     assert survives > 1
 
 
 def test_checkpoint_of_a_life_that_another_process_has_overtaken_is_not_sealed(live, tmp_path):
-    first = live("a", until=3, arm="PR")
-    live("b", until=4, arm="PR", mode="disable")
+    first = live("a", until=3)
+    live("b", until=4, mode="disable")
     with pytest.raises(RuntimeError, match=r"another process has begun to train in .*: step 3 is not saved"):
         save(first, "aaa")
     assert json.loads((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()) == 4
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_finished_run_that_is_started_again_stays_complete(live, tmp_path, arm):
-    live("a", until=STEPS, arm=arm)
-    session = live("b", until=STEPS, arm=arm)
+def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):
+    live("a", until=STEPS)
+    session = live("b", until=STEPS)
     assert session.checkpoints.resumed_step == STEPS and load_run(tmp_path / "run").complete
