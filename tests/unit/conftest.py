@@ -8,7 +8,6 @@ import itertools
 import pickle
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,19 +109,6 @@ def build_manager(
     return manager
 
 
-def build_server(engine=None, *, version=None, **custom):
-    """A ``RecipeVLLMServer`` before ``engine``, without a process of its own; ``custom`` is the rollout's."""
-    from recipe.partial_rollout.engine.replica import RecipeVLLMServer
-
-    made = object.__new__(RecipeVLLMServer)
-    made.config = SimpleNamespace(custom=custom)
-    made.engine, made.global_steps, made._marks = engine, version, {}
-    made.node_rank = made._admitting = 0
-    made._submission_paused = made._rejecting = False
-    made._resume_event = asyncio.Event()
-    return made
-
-
 @cache
 def composed(name, groups):
     """Pickled: its copies are made twenty times as fast as by ``deepcopy``."""
@@ -184,11 +170,6 @@ def segment():
 @pytest.fixture
 def output():
     return build_output
-
-
-@pytest.fixture
-def server():
-    return build_server
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import AdmittingEngine
+from recipe.partial_rollout.engine.replica import AdmittingEngine, RecipeVLLMServer
+from tests.e2e.bare_server import serve
 
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -144,7 +145,7 @@ def test_error_passes_as_it_is_and_a_dead_engine_is_asked_for_nothing_more(engin
     assert engine.aborted == aborted
 
 
-async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pause(server):
+async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pause():
     """The pause must not overtake it: it would come back from the engine in the next round, under new weights."""
     engine, told, texts = Engine(), [], []
 
@@ -154,8 +155,7 @@ async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pa
 
     engine.pause_generation, engine.engine_core = pause, AsyncMock()
     engine.output_processor = SimpleNamespace(request_states={})
-    fronted = server(engine)
-    fronted.front_engine()
+    fronted = serve(engine, RecipeVLLMServer)
 
     async def request():
         assert await fronted._park_until_admitted("r") is None

@@ -18,7 +18,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from recipe.partial_rollout.engine import hold
 from recipe.partial_rollout.engine.hold import UNKNOWN, note_marks, spans
-from recipe.partial_rollout.engine.replica import vLLMHttpServer
+from recipe.partial_rollout.engine.replica import RecipeVLLMServer, vLLMHttpServer
+from tests.e2e.bare_server import serve
 
 
 def engine_of(*, handled=True, **state):
@@ -30,9 +31,9 @@ def engine_of(*, handled=True, **state):
 
 
 @pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
-async def test_what_depends_on_the_weights_is_dropped_once_a_sync_and_kept_blocks_never(server, resume_kv):
+async def test_what_depends_on_the_weights_is_dropped_once_a_sync_and_kept_blocks_never(resume_kv):
     engine, drops = engine_of(), resume_kv == "recompute"
-    ours = server(engine, version=3, resume_kv=resume_kv)
+    ours = serve(engine, RecipeVLLMServer, resume_kv=resume_kv)
     await ours.hold()
     await ours.clear_kv_cache()
     await ours.resume_generation()
@@ -46,6 +47,7 @@ async def test_what_depends_on_the_weights_is_dropped_once_a_sync_and_kept_block
     await ours.abort_all_requests(reject_request=True)
     await ours.clear_kv_cache()
     assert engine.mock_calls == [
+        call.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
         call.pause_generation(wait_for_inflight_requests=False, clear_cache=drops),
         *[call.reset_prefix_cache(reset_connector=True)] * drops,
         call.reset_mm_cache(),
@@ -70,19 +72,19 @@ async def test_vllms_own_output_handler_outlives_a_hold_and_logs_for_an_engine_t
     assert [seen["engine_idx"] for seen in logged] == [2, 2]
 
 
-async def test_hold_of_an_engine_that_dies_ends_and_a_server_without_one_has_nothing_to_hold(server):
+async def test_hold_of_an_engine_that_dies_ends_and_a_server_without_one_has_nothing_to_hold():
     dead = engine_of(handled=False, dead_error=EngineDeadError())
     dead.errored = True
     with pytest.raises(EngineDeadError):
-        await asyncio.wait_for(server(dead).hold(), 5)
-    headless = server(None)
+        await asyncio.wait_for(serve(dead, RecipeVLLMServer).hold(), 5)
+    headless = serve(None, RecipeVLLMServer)
     headless.node_rank = 1
     await headless.hold()
 
 
-async def test_request_that_fails_leaves_nothing_at_its_server(server, monkeypatch):
+async def test_request_that_fails_leaves_nothing_at_its_server(monkeypatch):
     monkeypatch.setattr(vLLMHttpServer, "generate", AsyncMock(side_effect=OSError("the engine says so")))
-    ours = server(SimpleNamespace(take_queued_s=lambda request_id: 0.0, expect=lambda request_id: None))
+    ours = serve(engine_of(), RecipeVLLMServer)
     with pytest.raises(OSError):
         await ours.generate([1], {}, "r")
     assert ours._marks == {}

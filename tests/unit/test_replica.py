@@ -11,13 +11,14 @@ import pytest
 
 from recipe.partial_rollout.engine import replica
 from recipe.partial_rollout.engine.replica import _end_processes
+from tests.e2e.bare_server import serve
 
 
 @pytest.mark.parametrize(("said", "tokens"), [(768, 1536), (None, None)])
-def test_kv_cache_of_two_engines_is_vllms_own_figure(said, tokens, server):
+def test_kv_cache_of_two_engines_is_vllms_own_figure(said, tokens):
     cache, parallel = Namespace(kv_cache_size_tokens=said), Namespace(data_parallel_size=2)
     engine = Namespace(vllm_config=Namespace(cache_config=cache, parallel_config=parallel))
-    assert asyncio.run(server(engine).kv_tokens()) == tokens
+    assert asyncio.run(serve(engine, replica.RecipeVLLMServer).kv_tokens()) == tokens
 
 
 def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
