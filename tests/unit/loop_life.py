@@ -31,10 +31,9 @@ from tests.unit.shared import InProcess, Local, script_replicas, settings_of
 RETRY = FailureLimits(sample_retries=2)
 
 
-def config_of(response_length=64, prompt_length=16):
-    rollout = SimpleNamespace(
-        response_length=response_length, prompt_length=prompt_length, scheduling_policy="fcfs", name="vllm"
-    )
+def config_of(response_length=64, prompt_length=16, **more):
+    sizes = {"response_length": response_length, "prompt_length": prompt_length}
+    rollout = SimpleNamespace(**sizes, scheduling_policy="fcfs", name="vllm", **more)
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
 

@@ -70,12 +70,11 @@ def test_devices_of_the_node_are_sampled_if_ray_has_them_all(machine):
     assert use.within(0.0, time.time() + 1) == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize(("devices", "of_ray"), [(0, 0.0), (2, 1.0)])
-def test_without_devices_or_with_some_of_them_there_is_no_figure(machine, devices, of_ray):
+@pytest.mark.parametrize(("devices", "of_ray", "nvml"), [(0, 0.0, True), (2, 1.0, True), (2, 2.0, False)])
+def test_without_devices_with_some_of_them_or_without_nvml_there_is_no_figure(
+    machine, monkeypatch, devices, of_ray, nvml
+):
     machine(devices, of_ray)
-    assert DeviceUse.of_this_node() is None
-
-
-def test_without_nvml_there_is_no_figure(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    if not nvml:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
     assert DeviceUse.of_this_node() is None

@@ -1,4 +1,4 @@
-"""Samples that are too long, or whose reward fails: under verl's own path (noPR, validation), and under partial rollout."""
+"""Samples that are too long, or whose reward fails: on verl's own path (noPR, validation), and with a colocated model."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import ray
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_model import RewardModelManager
@@ -25,11 +25,10 @@ from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
-from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import RewardError
+from tests.unit.loop_life import output_of
 from tests.unit.shared import byte_tokenizer
-from tests.unit.test_turn_alignment import played
 
 P, R = 6, 8
 
@@ -51,14 +50,7 @@ class Loop:
         length = row["length"]
         if row.get("uid") == "uid0" and Loop.runs in Loop.fails:
             raise Loop.error
-        return AgentLoopOutput(
-            prompt_ids=[1, 2, 3],
-            response_ids=[65] * length,
-            response_mask=[1] * length,
-            response_logprobs=[-0.5] * length,
-            num_turns=2,
-            metrics=AgentLoopMetrics(),
-        )
+        return output_of([1, 2, 3], [65] * length, response_logprobs=[-0.5] * length)
 
 
 def reward_worker(function):
@@ -82,11 +74,11 @@ def local(worker):
     return SimpleNamespace(compute_score=SimpleNamespace(remote=worker.compute_score))
 
 
-def worker(function, *, kind=ObservedAgentLoopWorker, sample_retries=2, reward_s=5.0, handles=()):
-    made = object.__new__(kind)
+def worker(function, *, sample_retries=2, reward_s=5.0, handles=()):
+    made = object.__new__(ObservedAgentLoopWorker)
     limits = FailureLimits(sample_retries=sample_retries)
     deadlines = SimpleNamespace(reward_s=reward_s)
-    settings = SimpleNamespace(failures=limits, deadlines=deadlines, tools=SimpleNamespace(release_after_s=1.0))
+    settings = SimpleNamespace(failures=limits, deadlines=deadlines)
     rollout = dict.fromkeys(("temperature", "top_p", "top_k"), 1.0) | {"prompt_length": P, "response_length": R}
     agent = SimpleNamespace(default_agent_loop="mine")
     validation = SimpleNamespace(top_p=1.0, top_k=-1, temperature=0.0)
@@ -156,22 +148,20 @@ def flaky(*failures):
 BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}, 10**400]
 
 
-@pytest.mark.parametrize("first", BROKEN, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
 @pytest.mark.parametrize("validate", [False, True])
-def test_reward_that_fails_is_scored_again_without_the_agent_loop(first, validate):
-    output = generated(flaky(first), rows(2, 3), validate=validate)
+def test_reward_that_fails_is_scored_again_without_the_agent_loop_then_masked_and_named(broken, validate, capsys):
+    output = generated(flaky(broken), rows(2, 3), validate=validate)
     assert Loop.runs == 2, "one run a sample"
     assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0]
     assert output.batch["response_mask"].sum(-1).tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
-def test_sample_without_a_score_is_masked_and_named_under_nopr(broken, capsys):
-    output = generated(flaky(*[broken] * 3), rows(2, 3))
-    assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]
+    output = generated(flaky(*[broken] * 3), rows(2, 3), validate=validate)
+    lost, kept = output.batch["rm_scores"].sum(-1).tolist()
+    assert kept == 1.0 and (math.isnan(lost) if validate else lost == 0.0)
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
-    assert "warning: 1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
+    said = "a validation count in no mean" if validate else "a batch are masked"
+    assert f"warning: 1 of the 2 samples of {said}; one of them: RewardError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("validate", [False, True])
@@ -448,13 +438,6 @@ def test_colocated_model_that_does_not_wake_up_is_named_with_its_deadline():
         colocated(flaky(), unscored(rows(2)), wakes_in_s=30.0)
 
 
-def test_sample_that_failed_before_is_not_scored_by_a_colocated_model():
-    output, scorer = colocated(flaky(), unscored(rows(R + 1, 3)))
-    assert (output.batch["rm_scores"].sum(-1).tolist(), scorer.calls) == ([0.0, 1.0], 1)
-    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
-    assert "a response of 9 tokens" in output.non_tensor_batch["sample_error"][0]
-
-
 def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, tmp_path, trainers):
     """One sample is too long for its batch, the reward of another fails."""
 
@@ -475,33 +458,18 @@ def test_workers_whose_samples_are_all_too_long_make_one_batch_with_the_others_o
     assert "rm_scores" not in batch.batch and len(batch) == 2
 
 
-# -- partial rollout -------------------------------------------------------------------------------------------------
-
-
-def trained(function, length=3, group_filter=None, **options):
-    """The output of a sample under partial rollout, whose loop returns ``length`` tokens; its row may be shared."""
-
-    async def run():
-        made = worker(function, kind=PartialRolloutAgentLoopWorker, **options)
-        made._filter, made.vocabulary = group_filter, 100
-        tokens = list(range(1, length + 1))
-        sample = played(([1, 2, 3], 0, tokens))
-        said = await Loop().run({}, length=length)
-        said.response_ids, said.response_logprobs = tokens, None
-        made._maker = lambda name: lambda **_: SimpleNamespace(run=AsyncMock(return_value=said))
-        row = {"uid": "0/7", "reward_model": {"ground_truth": 0}, "data_source": "t"}
-        return await made._trained(sample, row)
-
-    return asyncio.run(run())
+# -- what else is read of a reward -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("acc", [None, "yes"])
-def test_reward_without_what_dynamic_sampling_asks_for_fails_its_sample(acc):
-    with pytest.raises(
-        RewardError, match=r"prompt 0/7: algorithm\.filter_groups\.metric=acc: the reward function gives"
-    ):
-        trained(flaky(*[{"score": 1.0, "acc": acc}] * 3), group_filter=FilterSettings("acc"))
-    assert trained(flaky(), group_filter=FilterSettings("acc")).reward_score == 1.0
+def test_reward_without_what_dynamic_sampling_asks_for_is_a_reward_that_failed(monkeypatch, acc):
+    monkeypatch.setattr(ObservedAgentLoopWorker, "_filter", FilterSettings("acc"))
+    lacks = {"score": 1.0, "acc": acc}
+    output = generated(flaky(*[lacks] * 3), rows(2))
+    words = "prompt uid0: algorithm.filter_groups.metric=acc: the reward function gives"
+    assert words in output.non_tensor_batch["sample_error"][0]
+    assert generated(flaky(lacks), rows(2)).non_tensor_batch["acc"].tolist() == [1.0]
+    assert not generated(flaky(lacks), rows(2), validate=True).batch["rm_scores"].isnan().any()
 
 
 @pytest.mark.parametrize("part", [None, math.nan, "yes"])

@@ -68,21 +68,6 @@ def test_client_of_a_sample_that_has_ended_is_freed_at_once():
 # -- several calls at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-@pytest.mark.parametrize("lengths", [(30, 40), (40, 30), (4, 60), (60, 4)])
-def test_of_two_candidates_one_is_trained_over_interruptions_whichever_ended_first(keep, lengths):
-    async def two(client, row, params):
-        answers = await asyncio.gather(*[ask(client, params, tokens) for tokens in lengths])
-        return output_of(PROMPT, answers[keep].token_ids, response_logprobs=answers[keep].log_probs)
-
-    output, life = trained(two)
-    assert (output.response_length, output.masked) == (lengths[keep], False)
-    assert output.metrics["untrained_tokens"] == sum(lengths) - lengths[keep]
-    assert life.figures()["failures/failed_total"] == 0 and set(output.generated) == (
-        {0, 1} if lengths[keep] > 20 else {0}
-    )
-
-
 def test_calls_of_a_sample_are_no_more_requests_than_there_are_slots():
     async def eight(client, row, params):
         answers = await asyncio.gather(*[ask(client, params, 5) for _ in range(8)])
@@ -115,49 +100,11 @@ async def answers_interrupted(client, row, params):
     return output_of(PROMPT, answer.token_ids)
 
 
-async def catches(client, row, params):
-    """A tool raises beside a call, which the loop no longer awaits."""
-
-    async def tool():
-        await asyncio.sleep(0.002)
-        raise KeyError("city")
-
-    with pytest.raises(KeyError):
-        await asyncio.gather(ask(client, params, 60), tool())
-    answer = await ask(client, params, 4)
-    return output_of(PROMPT, answer.token_ids)
-
-
-@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted, catches])
+@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted])
 def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_not_trained(loop):
     output, life = trained(loop, update_s=0.12)
     assert not output.masked and output.response_length in (4, 6) and life.figures()["failures/failed_total"] == 0
     assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < 60
-
-
-def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
-    said, ended = [], asyncio.Event()
-
-    async def leaves(client, row, params):
-        async def later():
-            await ended.wait()
-            try:
-                await ask(client, params, 4)
-            except Exception as error:
-                said.append(str(error))
-
-        leaves.task = asyncio.ensure_future(later())
-        return output_of(PROMPT, (await ask(client, params, 1)).token_ids)
-
-    async def reward(output, row):
-        ended.set()
-        await asyncio.sleep(0)
-        output.reward_score = 1.0
-
-    output, _ = trained(leaves, score=reward)
-    assert not output.masked and said == [
-        "sample 0/1#0 has ended: its agent loop has returned, and may ask for nothing more"
-    ]
 
 
 # -- places of the user's own --------------------------------------------------------------------------------------------
@@ -342,21 +289,6 @@ def lives(*, at_most=1):
             raise Dies
 
     return end
-
-
-def test_replay_with_another_prompt_makes_its_own_tokens():
-    end, clock = lives(), iter(range(40, 99))
-
-    async def dated(client, row, params):
-        prompt = [*PROMPT, next(clock)]
-        answer = await ask(client, params, 5, prompt)
-        end()
-        return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
-
-    output, life = trained(dated)
-    asked = [context for name, context, _ in life.engine.asked if name.startswith("0/1#0@")]
-    assert asked == [[*PROMPT, 40], [*PROMPT, 41]] and output.prompt_ids.tolist() == [*PROMPT, 41]
-    assert output.metrics["untrained_tokens"] == 5
 
 
 @pytest.mark.parametrize("again", [60, 6], ids=["the same question", "a shorter one"])

@@ -92,18 +92,6 @@ def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_
     assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
 
 
-def test_batch_waits_for_a_group_that_could_not_be_trained_in_time_after_it(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1)
-    begin(m)
-    finish_group(m, m.claim("w0"), "0/0", output)
-    end_round(m, ["0/1#0"])
-    begin(m)
-    finish_group(m, m.claim("w0"), "0/2", output)
-    assert not m.round_complete(), "0/1 is as old as it may be"
-    m.finish("0/1#0", output())
-    assert [group.uid for group in m.take_batch(stop=True)] == ["0/1"]
-
-
 def test_ssim_refills_to_its_budget_in_a_round_and_april_tops_up_unfinished_groups_only_before_one(manager, output):
     m = manager(batch=2, n=2, mode=Mode.SSIM)
     assert begin(m) == 2

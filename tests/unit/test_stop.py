@@ -1,6 +1,5 @@
 """Ctrl-C, SIGTERM and SIGHUP end a start in one line, and are obeyed by a training at a safe point."""
 
-import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -12,7 +11,6 @@ import time
 import pytest
 
 from recipe.partial_rollout.rollout.stop import EndNow, StopSignals, StopTraining
-from recipe.partial_rollout.waits import wait
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -46,15 +44,6 @@ def test_second_order_ends_the_process_at_once(monkeypatch, first, second, later
         with pytest.raises(SystemExit) as raised:
             os.kill(os.getpid(), second)
     assert raised.value.code == 128 + second
-
-
-async def test_wait_ends_with_the_signal():
-    stop = StopSignals()
-
-    with stop.caught(), pytest.raises(StopTraining, match="SIGTERM"):
-        assert await wait(asyncio.sleep(0, 7), None, "", None, watches=[stop.watch()]) == 7
-        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await wait(asyncio.sleep(30), 60, "", None, watches=[stop.watch()])
 
 
 LOADING = """

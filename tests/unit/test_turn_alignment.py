@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import FunctionTool
@@ -16,6 +16,8 @@ from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from recipe.partial_rollout.worker.live_sample import context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
+from tests.unit import loop_life
+from tests.unit.loop_life import output_of
 from tests.unit.shared import Keeper, live_sample, script_replicas, tool_schema
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
@@ -75,15 +77,8 @@ def config_of(response_length, tools_format):
         "max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "format": tools_format,
         "max_tool_response_length": 99, "tool_response_truncate_side": "left",
     }  # fmt: skip
-    rollout = SimpleNamespace(
-        response_length=response_length,
-        prompt_length=8,
-        scheduling_policy="fcfs",
-        name="vllm",
-        multi_turn=SimpleNamespace(**multi_turn),
-        full_determinism=False,
-    )
-    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    own = {"multi_turn": SimpleNamespace(**multi_turn), "full_determinism": False}
+    return loop_life.config_of(response_length, 8, **own)
 
 
 def loop_of(config, tools, client):
@@ -169,17 +164,6 @@ def played(*turns):
     return sample
 
 
-def returned(response, mask, log_probs):
-    return AgentLoopOutput(
-        prompt_ids=[7, 8],
-        response_ids=response,
-        response_mask=mask,
-        response_logprobs=log_probs,
-        num_turns=2,
-        metrics=AgentLoopMetrics(),
-    )
-
-
 P = [7, 8]
 """the prompt that is trained"""
 
@@ -210,7 +194,7 @@ def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_a
     sample = played(*turns)
     sample.calls_replayed, sample.calls_asked = 2, 1
     log_probs = None if given is None else (np.array(mask) * np.float32(log_probs_of(response, given))).tolist()
-    made = sample_output(sample, returned(response, mask, log_probs), 10**6)
+    made = sample_output(sample, output_of(P, response, mask, response_logprobs=log_probs), 10**6)
     assert made.versions.tolist() == versions
     assert made.log_probs.tolist() == (np.array(mask) * np.float32(log_probs_of(response, np.abs(versions)))).tolist()
     counts = [made.metrics[name] for name in ("calls_replayed", "calls_asked", "untrained_tokens")]
@@ -235,4 +219,4 @@ def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_a
 )
 def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
     with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*"):
-        sample_output(played((prompt, 1, [5, 6])), returned(response, mask, log_probs), 10**6)
+        sample_output(played((prompt, 1, [5, 6])), output_of(P, response, mask, response_logprobs=log_probs), 10**6)

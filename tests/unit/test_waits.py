@@ -6,7 +6,7 @@ import gc
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from recipe.partial_rollout.waits import NoAnswerError, is_out_of_reach, one_line, wait, whole
+from recipe.partial_rollout.waits import NoAnswerError, is_out_of_reach, one_line, wait
 
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
@@ -71,18 +71,3 @@ async def test_wait_ends_with_the_first_of_answer_watch_and_deadline_and_nothing
     await asyncio.sleep(0)
     gc.collect()
     assert asyncio.all_tasks() == before and told == [], "asyncio prints what nobody retrieves"
-
-
-async def test_what_must_be_whole_ends_before_the_wait_that_is_cancelled():
-    done = []
-
-    async def replaces():
-        await asyncio.sleep(0.02)
-        done.append("replaced")
-
-    waiting = asyncio.create_task(wait(asyncio.sleep(9), None, "the round", None, watches=[whole(replaces())]))
-    await asyncio.sleep(0.01)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert done == ["replaced"]

@@ -21,8 +21,6 @@ from tests.unit.loop_life import Life, config_of, living, output_of
 from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
 from tests.unit.test_loops import ask, function
 
-NO_LIMIT = contextlib.nullcontext()
-
 
 async def says(client, row, params):
     """As many tokens as the row says of the sample."""
@@ -298,15 +296,14 @@ async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_i
         assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
 
 
-def conversations(answer, *, events=None, places=NO_LIMIT):
+def conversations(answer, events=None):
     """A loop whose samples of 10 tokens make them in two turns with a tool call between them, which awaits ``answer()``."""
     events = [] if events is None else events
 
     async def look(name):
-        async with places:
-            events.append(f"{name} asks")
-            await answer()
-            events.append(f"{name} has its answer")
+        events.append(f"{name} asks")
+        await answer()
+        events.append(f"{name} has its answer")
         return "4"
 
     async def loop(client, row, params):
@@ -325,7 +322,7 @@ def conversations(answer, *, events=None, places=NO_LIMIT):
 
 async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_new_prompts():
     events, answered = [], asyncio.Event()
-    talks = conversations(answered.wait, events=events)
+    talks = conversations(answered.wait, events)
     async with training([[10], [120], [5]], slots=1, release_after_s=0.02, **talks) as one:
         await until(lambda: states(one) == ["away", "running", "waiting"])
         await asyncio.sleep(0.12)
@@ -333,16 +330,6 @@ async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_n
         await one.stop_round()
         assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
         assert one.figures()["agent/slots_freed_s_total"] > 0.1
-
-
-async def test_tool_may_hold_places_of_its_own_and_who_waits_for_one_holds_no_slot():
-    events, answered = [], asyncio.Event()
-    talks = conversations(answered.wait, events=events, places=asyncio.Semaphore(1))
-    async with training([[10], [10], [300]], slots=1, release_after_s=0.02, **talks) as one:
-        await until(lambda: states(one) == ["away", "away", "running"])
-        answered.set()
-        await one.stop_round()
-        assert events[:2] == ["0/0#0 asks", "0/0#0 has its answer"]
 
 
 async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_the_others_to_start(monkeypatch):
