@@ -1,5 +1,6 @@
 """A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
 
+import inspect
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError, declarations
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.inputs import check_critic
+from recipe.partial_rollout.preflight.rules import DUAL_CLIPS
 from recipe.partial_rollout.preflight.settings_check import check_config
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -199,7 +201,7 @@ MISTAKES = {
     f"{P}.correction=none {CORRECTION}.rollout_is=''": "null with partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "a number above 1 with loss_mode=vanilla",
     f"{P}.correction=none {P}.trust_region=mask": "none with partial_rollout.correction=none",
-    f"algorithm=sapo {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
+    f"{LOSS}=dppo_tv {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated with partial_rollout.enable=False",
     f"{P}.enable=False {ROLLOUT}.agent.num_workers=3": "=3: a divisor of 8, the samples of a step, with partial_",
@@ -435,10 +437,13 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode", "geo_mean"}
+    dual = {name for name, loss in POLICY_LOSS_REGISTRY.items() if "clip_ratio_c" in inspect.getsource(loss)}
+    assert dual == {*DUAL_CLIPS}
 
 
 def test_what_only_verl_and_transformers_read_is_theirs_to_judge(configure, task):
-    check_config(configure(f"{P}.correction=none", "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
+    for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", f"{P}.enable=False"):
+        check_config(configure(arm, "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
     check_config(configure(f"actor_rollout_ref.model.hf_config_path={task}/config.json"))
     AttentionInterface.register("mine", lambda *args: None)
     try:

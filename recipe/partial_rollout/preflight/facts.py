@@ -155,13 +155,6 @@ def compares_siblings(config: DictConfig) -> bool:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def has_dual_clip(config: DictConfig) -> bool:
-    """Whether ``actor.clip_ratio_c`` must hold a bound, or may: an uncorrected run has verl's loss, which may read none."""
-    settings = config.partial_rollout
-    uncorrected = settings.enable and settings.correction == Correction.NONE
-    return not uncorrected or at(config, _LOSS) == "vanilla"
-
-
 def clips_once(config: DictConfig) -> bool:
     """Whether the dual clip can be left out: the recipe then gives the loss a bound that no ratio reaches."""
     settings = config.partial_rollout

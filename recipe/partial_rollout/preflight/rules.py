@@ -58,6 +58,8 @@ _KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3
 _PROJECT = r"[\w+.-]{1,100}"
 _DTYPE_KEYS = ("model_dtype", "dtype", *(f"mixed_precision.{part}_dtype" for part in ("param", "reduce", "buffer")))
 _ATTENTION = "override_config.attn_implementation"
+DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
+"""losses of verl that read ``clip_ratio_c``"""
 _MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 _PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
@@ -227,7 +229,7 @@ _LEARNING = (
             "a number above 1"
             + (", or null for no dual clip" if facts.clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
         ),
-        when=When(facts.has_dual_clip),
+        when=When(lambda c: at(c, _LOSS) in DUAL_CLIPS),
     ),
     *where(on("actor.use_kl_loss"), one_of("actor.kl_loss_type", _KL)),
     *where(
