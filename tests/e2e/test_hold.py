@@ -113,7 +113,7 @@ def held(on_engine):
         for kv, server in servers.items():
             setattr(found, kv, await held_often(server, kv))
         found.weights = await held_for_new_weights(engine, servers["recompute"])
-        found.left = [server._marks for server in servers.values()], engine.output_processor.request_states
+        found.left = [server.engine.requests for server in servers.values()], engine.output_processor.request_states
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -121,7 +121,7 @@ class Bench:
         faults, self.wrong = self.wrong, []
         faults += [fault for sample in samples for fault in sample.faults(self.scripted, stale_allowed)]
         faults += (await self.engine.collective_rpc("faults"))[0]
-        if any(server._marks for server in self.servers.values()) or (await self.core("counts"))["blocks"]:
+        if any(server.engine.requests for server in self.servers.values()) or (await self.core("counts"))["blocks"]:
             faults.append("marks or blocks are left")
         return faults
 

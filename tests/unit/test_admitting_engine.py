@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import AdmittingEngine, RecipeVLLMServer
+from recipe.partial_rollout.engine.replica import AdmittingEngine, Asked, RecipeVLLMServer
 from tests.e2e.bare_server import serve
 
 PARAMS = SamplingParams(max_tokens=5)
@@ -109,8 +109,9 @@ async def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metric
     monkeypatch.setattr(Queue, "decodes", decodes)
     monkeypatch.setattr(Queue, "metrics", metrics)
     front = AdmittingEngine(Engine("last"))
+    front.requests["r"] = asked = Asked()
     await read(front.generate(prompt="p", sampling_params=PARAMS, request_id="r"))
-    assert (front.take_queued_s("r"), front.take_queued_s("r")) == (queued_s, 0.0)
+    assert asked.queued_s == queued_s
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,8 @@ async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pa
 async def test_request_that_is_withdrawn_is_aborted_wherever_it_is_and_others_are_not(when):
     engine = Engine("last")
     front = AdmittingEngine(engine)
+    front.requests["r"] = Asked()
     if when == "on its way to the server":
-        front.expect("r")
         await front.withdraw("r")
     engine.takes.clear()
     reading = asyncio.ensure_future(read(front.generate(prompt="p", sampling_params=PARAMS, request_id="r")))

@@ -87,7 +87,7 @@ async def test_request_that_fails_leaves_nothing_at_its_server(monkeypatch):
     ours = serve(engine_of(), RecipeVLLMServer)
     with pytest.raises(OSError):
         await ours.generate([1], {}, "r")
-    assert ours._marks == {}
+    assert ours.engine.requests == {}
 
 
 @given(

@@ -26,6 +26,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -59,6 +60,21 @@ ProcessId = tuple[int, float]
 # -- the engine as the server sees it -----------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class Asked:
+    """What is known of a request, from when the server is asked until it answers."""
+
+    admitted: bool = False
+    """whether the engine has it"""
+    withdrawn: bool = False
+    """whether it is to be aborted once the engine has it"""
+    queued_s: float = 0.0
+    """seconds that it was queued before it first ran; 0 if unknown: with vLLM's statistics off (``disable_log_stats``),
+    for a request that made a token"""
+    marks: list[Mark] = field(default_factory=list)
+    """of the holds that it was in"""
+
+
 class AdmittingEngine:
     """vLLM's ``AsyncLLM`` whose ``generate`` reports when a request is admitted; everything else is the engine's own.
 
@@ -70,31 +86,19 @@ class AdmittingEngine:
     def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:
         self._engine = engine
         self._salt = salt
-        self._queued_s: dict[str, float] = {}
-        self._coming: dict[str, bool] = {}
-        """requests that the engine does not have yet, and whether they are withdrawn"""
+        self.requests: dict[str, Asked] = {}
+        """by id; whoever asks keeps them"""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def take_queued_s(self, request_id: str) -> float:
-        """Seconds that the ended ``request_id`` was queued before it first ran; can be taken once.
-
-        0 if unknown: with vLLM's statistics off (``disable_log_stats``), for a request that made a token.
-        """
-        self._coming.pop(request_id, None)
-        return self._queued_s.pop(request_id, 0.0)
-
-    def expect(self, request_id: str) -> None:
-        """A request is on its way; it can be withdrawn from here on."""
-        self._coming.setdefault(request_id, False)
-
     async def withdraw(self, request_id: str) -> None:
         """Abort one request, which may be on its way; nothing if it has ended."""
-        if request_id in self._coming:
-            self._coming[request_id] = True
-        else:
+        request = self.requests.get(request_id)
+        if request is None or request.admitted:
             await self._engine.abort(request_id)
+        else:
+            request.withdrawn = True
 
     async def pause_generation(self, **options: Any) -> None:
         """As vLLM's; the tokens that its core keeps back (``verl_ext.piecewise_scheduler``) are sent before it aborts."""
@@ -119,26 +123,26 @@ class AdmittingEngine:
             EngineDeadError: the engine has died. Other errors of the engine pass through unchanged.
         """
         queue, ended, began = None, False, time.monotonic()
+        asked = self.requests.get(request_id) or Asked()
         if self._salt is not None:
             prompt = {**prompt, "cache_salt": self._salt(request_id)}
-        self.expect(request_id)
         try:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)
-            if self._coming.pop(request_id):
+            asked.admitted = True
+            if asked.withdrawn:
                 await self._engine.abort(queue.request_id, internal=True)
             yield None
             while not ended:
                 output = queue.get_nowait() or await queue.get()
                 ended = output.finished
                 if ended:
-                    self._queued_s[request_id] = _queued_s(output, began)
+                    asked.queued_s = _queued_s(output, began)
                     _thin(output)
                 yield output
         except EngineDeadError:
             ended = True
             raise
         finally:
-            self._coming.pop(request_id, None)
             if not ended:
                 # By the caller's id while there is no queue: the engine may have the request nevertheless.
                 await self._engine.abort(request_id if queue is None else queue.request_id, internal=queue is not None)
@@ -213,8 +217,6 @@ class RecipeVLLMServer(vLLMHttpServer):
     _decoded = 0
     """tokens of the calls that have returned"""
     _held = False
-    _marks: dict[str, list[Mark]]
-    """of the requests in the engine"""
 
     @property
     def _keeps_kv(self) -> bool:
@@ -232,7 +234,6 @@ class RecipeVLLMServer(vLLMHttpServer):
 
     def front_engine(self) -> None:
         """Wrap vLLM's engine in the recipe's, and note what it does."""
-        self._marks = {}
         salt = (lambda request_id: salt_of(request_id, self.global_steps)) if self._keeps_kv else None
         self.engine = AdmittingEngine(self.engine, salt)
 
@@ -243,16 +244,14 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
         """
-        self._marks[request_id] = []
-        self.engine.expect(request_id)
+        self.engine.requests[request_id] = asked = Asked()
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
-            queued_s = self.engine.take_queued_s(request_id)
-            marks = self._marks.pop(request_id)
-        output.extra_fields["queued_s"] = queued_s
-        if marks:
-            output.extra_fields["version_marks"] = [tuple(mark) for mark in marks]
+            del self.engine.requests[request_id]
+        output.extra_fields["queued_s"] = asked.queued_s
+        if asked.marks:
+            output.extra_fields["version_marks"] = [tuple(mark) for mark in asked.marks]
         self._decoded += len(output.token_ids)
         return output
 
@@ -277,7 +276,8 @@ class RecipeVLLMServer(vLLMHttpServer):
             return
         self._held = True
         await freeze(self.engine, clear_kv=not self._keeps_kv)
-        note_marks(self._marks, tokens_made(self.engine), self.global_steps)
+        marks = {request_id: asked.marks for request_id, asked in self.engine.requests.items()}
+        note_marks(marks, tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:
         """As verl's; ends a hold."""

@@ -146,6 +146,7 @@ class ManagerActor:
         manager = self._manager
         if manager.groups.taken:
             self._figures = manager.metrics()
+        garbage.release()
         manager.reserve.offer(prompts, source_left)
         carried = manager.groups.carried
         if not manager.exhausted:
@@ -184,7 +185,6 @@ class ManagerActor:
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
-        garbage.release()
         # The batch's own figures are known only while the trainer has it.
         metrics, self._figures = self._figures or self._manager.metrics(), None
         admitted, filtered = self._manager.groups.train(uids)
