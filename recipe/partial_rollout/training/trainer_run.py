@@ -25,7 +25,7 @@ from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Ended, Phase
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.rollout.replicas import ServerControl
@@ -272,8 +272,7 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
 
     def init_workers(self) -> None:
         """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
-        alone = engine_devices(self.config) > 0
-        with standalone_engines() if alone else nullcontext():
+        with standalone_engines() if self.settings.separate else nullcontext():
             super().init_workers()
         self._connect(self.async_rollout_manager)
 

@@ -18,7 +18,6 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from recipe.partial_rollout.config.settings import engine_devices
 from recipe.partial_rollout.training.loss import VERSION
 from recipe.partial_rollout.training.trainer_run import TrainerRun
 from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffer
@@ -56,10 +55,9 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
 
     def _setup(self) -> None:
         """As verl's; separate engines have devices of their own and the transfer that the config asks for."""
-        alone = engine_devices(self.config) > 0
-        self._enable_hybrid_replicas = not alone
+        self._enable_hybrid_replicas = not self.settings.separate
         super()._setup()
-        if alone:
+        if self.settings.separate:
             self.llm_server_manager: Any = LLMServerManager.create(config=self.config)
             self.checkpoint_manager: Any = CheckpointEngineManager(
                 config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
