@@ -56,13 +56,18 @@ def gpu_machine(monkeypatch):
         (("arm=colocate_async",), "transfer_queue"),
         (("trainer.use_v1=True",), "transfer_queue"),
         (("engine=megatron",), "megatron"),
+        ((f"{ROLLOUT}.trace.backend=mlflow",), "mlflow"),
+        (("arm=nopr", f"{ROLLOUT}.name=sglang"), "sglang"),
     ],
 )
 def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(build, monkeypatch, overrides, module):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     found = list(map(str, missing_packages(build(*overrides))))
     assert len(found) == (module is not None)
-    brings = "pip install -e '.[megatron]'" if module == "megatron" else "PARTIAL_ROLLOUT_EXTRA=gpu"
+    commands = {"megatron": "pip install -e '.[megatron]'"} | {
+        name: f"pip install {name}" for name in ("mlflow", "sglang")
+    }
+    brings = commands.get(module, "PARTIAL_ROLLOUT_EXTRA=gpu")
     assert all(f"the package {module}, which is not installed: `{brings}" in line for line in found)
     monkeypatch.setattr(inputs, "find_spec", lambda name: name)
     assert not list(missing_packages(build(*overrides)))

@@ -275,8 +275,13 @@ PACKAGES = (
     Package("transfer_queue", "trainer.v1.trainer_mode", V1_MODE),
     Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
     Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
+    Package("sglang", "actor_rollout_ref.rollout.name", "sglang", "pip install sglang"),
+    *(
+        Package(name, "actor_rollout_ref.rollout.trace.backend", name, f"pip install {name}")
+        for name in ("mlflow", "trackio", "weave")
+    ),
 )
-"""the optional imports of the documented commands"""
+"""optional imports, which a run would make once its engines are started"""
 LOGGERS = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")} | {
     "tracking": "wandb",
     "vemlp_wandb": "volcengine_ml_platform",
