@@ -1,16 +1,24 @@
-"""The pages: every link, image, command, file and test they name exists; so are the notebook and examples in docstrings."""
+"""The pages: every link, image, command, file and test they name exists; so do metrics and keys, and the site is whole.
+
+The notebook and the examples in docstrings hold, too.
+"""
 
 import doctest
 import importlib
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from omegaconf import OmegaConf
 
 import recipe.partial_rollout as package
 from recipe.partial_rollout.config.keys import declarations
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig
 from recipe.partial_rollout.tools.__main__ import TOOLS, main
 
 REPOSITORY = Path(package.__file__).parents[2]
@@ -52,7 +60,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page):
-    """MkDocs checks pages and anchors (``test_site``), but no link that leaves the site."""
+    """MkDocs checks pages and anchors (below), but no link that leaves the site."""
     for target, anchor in LINK.findall(page.read_text()):
         linked = page.parent / target if target else page
         assert linked.exists(), target
@@ -157,3 +165,67 @@ def test_files_and_keys_that_the_notebook_names_exist():
     assert files and not [name for name in files if not (REPOSITORY / name).exists()]
     keys = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
     assert keys and keys <= {declared.name for declared in declarations(PartialRolloutConfig)}
+
+
+# -- the site, its metrics and keys ------------------------------------------------------------------------------------
+
+
+PACKAGE = Path(package.__file__).parent
+DOCS = REPOSITORY / "docs"
+SECTION = (
+    "(?:rollout|gpu|timing|staleness|segments_per_sample|trust_region|proximal|mismatch|length|trained"
+    "|inflight|buffer|filter|failures|agent)"
+)
+METRIC = re.compile(rf"`({SECTION}/\w+)`")
+mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install -r requirements-docs.txt"
+)
+
+
+def code():
+    return "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@mkdocs
+def test_site_builds_without_a_warning(tmp_path):
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stderr
+    assert 'href="gpu.html"' in (tmp_path / "index.html").read_text()
+    assert "deadlines.stall_s" in (tmp_path / "keys.html").read_text()
+    assert (tmp_path / "runs.png").exists() and 'src="runs.png"' in (tmp_path / "learning.html").read_text()
+
+
+def test_every_metric_is_documented():
+    logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', code()))
+    assert len(logged) > 30
+    assert logged - set(METRIC.findall((DOCS / "working.md").read_text())) == set()
+
+
+@pytest.mark.parametrize("page", ["working.md", "tuning.md"])
+def test_documented_metrics_are_logged(page):
+    source = code()
+    for metric in METRIC.findall((DOCS / page).read_text()):
+        # A few are made of a section and a name: f"timing/{name}_s".
+        name = metric.partition("/")[2]
+        assert any(quoted in source for quoted in (f'{metric}"', f'"{name}"', f'"{name.removesuffix("_s")}"')), metric
+
+
+def test_keys_of_the_tuning_page_exist(composed_config):
+    ours = {declared.name for declared in declarations(PartialRolloutConfig)}
+    config = composed_config("ppo_partial_rollout")
+    tables = re.findall(
+        r"^\| look at \| if \| change \|\n((?:\|.*\n)+)", (DOCS / "tuning.md").read_text(), re.MULTILINE
+    )
+    cells = [row.split("|")[3] for table in tables for row in table.splitlines()]
+    named = {name for cell in cells for name in re.findall(r"`([a-z]\w*(?:\.\w+)*)(?:=\S*)?`", cell)}
+    assert len(named) > 10
+    for name in named - ours:
+        missing = object()
+        assert OmegaConf.select(config, name, default=missing) is not missing, f"neither {ROOT}.{name} nor verl's"

@@ -1,6 +1,11 @@
-"""A replica that dies is left out, and becomes known once it is back; ``test_weight_transfer`` restarts one."""
+"""A replica that dies is left out, and becomes known once it is back; ``test_weight_transfer`` restarts one.
+
+Samples spread over the replicas by number, and stay where their blocks are while that is fair.
+"""
 
 import asyncio
+import pickle
+import random
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -11,6 +16,8 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.rollout import replicas
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.worker.live_sample import Place
+from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 from tests.unit.shared import hangs
 
 ENGINE_DEAD = RuntimeError("EngineDeadError: EngineCore encountered an issue")
@@ -101,3 +108,69 @@ def test_replica_that_does_not_say_what_it_decodes_is_named_once_in_a_row(monkey
     assert play(control, *["load"] * 3) == [{"0": (1, 5)}, {"0": (1, 5)}, {"0": (1, 5), "1": (0, 2)}]
     ((words, *values),) = [call.args for call in warning.call_args_list]
     assert words % tuple(values) == "vLLM replica 1 does not say what it decodes: AttributeError: no such thing"
+
+
+# -- which replica a sample goes to ------------------------------------------------------------------------------------
+
+
+def sample(replica=None, *, resumes=False):
+    return Place(replica, resumes)
+
+
+def choice(**running):
+    chosen = ReplicaChoice({address: address.upper() for address in running})
+    for address, count in running.items():
+        for _ in range(count):
+            chosen.take(sample(address))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("running", "asking", "address"),
+    [
+        ({"a": 3, "b": 1, "c": 2}, sample(), "b"),
+        ({"a": 9, "b": 0}, sample("a"), "a"),
+        ({"a": 5, "b": 4}, sample("a", resumes=True), "a"),
+        ({"a": 9, "b": 4}, sample("a", resumes=True), "b"),
+        ({"a": 1, "b": 2}, sample("gone", resumes=True), "a"),
+    ],
+    ids=["new", "next turn", "resumes at its blocks", "its replica is far behind", "its replica is no more"],
+)
+def test_sample_goes_to_the_emptiest_replica_unless_another_has_its_blocks(running, asking, address):
+    assert choice(**running).take(asking) == (address, address.upper())
+
+
+def test_workers_with_few_samples_each_reach_all_replicas_together():
+    servers, seen = {f"r{i}": i for i in range(8)}, []
+    for worker in range(4):
+        chosen = pickle.loads(pickle.dumps(ReplicaChoice(servers, worker / 4)))
+        seen += [chosen.take(sample())[1] for _ in range(2)]
+    assert sorted(seen) == list(range(8))
+
+
+def test_choice_by_number_is_that_of_a_full_search():
+    rng = random.Random(0)
+    chosen = ReplicaChoice({f"r{i}": i for i in range(5)})
+    running = []
+    for _ in range(500):
+        if running and rng.random() < 0.45:
+            chosen.release(running.pop(rng.randrange(len(running))))
+        else:
+            fewest = min(chosen._running.values())
+            address, _ = chosen.take(sample())
+            assert chosen._running[address] == fewest + 1
+            running.append(address)
+        if len(running) == 30 and len(chosen._running) == 5:
+            assert chosen.leave("r2")
+    assert "r2" not in chosen._running
+
+
+def test_calls_that_go_on_while_a_restarted_replica_is_announced_keep_their_place():
+    """Separate placement: b has died, and c is announced while the calls at a are held."""
+    chosen = choice(a=8, b=0)
+    chosen.leave("b")
+    chosen.use({"a": "A", "c": "C"})
+    assert [chosen.take(sample())[0] for _ in range(8)] == ["c"] * 8, "c is the emptiest by far"
+    for address in [*"aaaaaaaa", "b"]:
+        chosen.release(address)
+    assert chosen._running == {"a": 0, "c": 8} and chosen.take(sample("b"))[0] == "a"

@@ -1,8 +1,11 @@
-"""Memory of who reads a run: the audit's does not grow with the run, the report's by a little for each engine call."""
+"""Memory of who reads a run does not grow with it, or little; the manager's collections keep out of its rounds."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
+from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit.runs import large_run
 
@@ -45,3 +48,31 @@ def test_memory_of_the_audit_does_not_grow_with_the_steps(tmp_path):
 def test_a_run_is_read_in_little_memory_a_call(tmp_path):
     run = large_run(tmp_path, 10, calls=2000, groups=200)
     assert peak("run_record", "load_run", run) / 20_000 < 330
+
+
+# -- the manager -------------------------------------------------------------------------------------------------------
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_what_lived_when_a_round_began_is_collected_after_it_and_python_starts_no_full_collection_within():
+    # Another test of this process may have left a round open.
+    garbage.release()
+    usual, before, full = gc.get_threshold(), weakref.ref(Cycle()), []
+    garbage.hold()
+    within = weakref.ref(Cycle())
+    gc.collect()
+    gc.callbacks.append(lambda phase, info: full.append(info["generation"] == 2))
+    try:
+        assert before() is not None and within() is None
+        kept = [[] for _ in range(len(gc.get_objects()) + 1_000_000)]
+        assert kept and full and not any(full)
+    finally:
+        gc.callbacks.pop()
+        garbage.release()
+    assert gc.get_threshold() == usual and gc.get_freeze_count() == 0
+    gc.collect()
+    assert before() is None
