@@ -169,9 +169,11 @@ def test_verls_own_trainer_runs_the_configs_of_this_repository(build, monkeypatc
     ran = []
     monkeypatch.setattr(verl_trainer, "missing_packages", lambda config: ())
     monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
-    monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: ran.append(config.trainer.v1.trainer_mode))
-    verl_trainer.main.__wrapped__(build("trainer.use_v1=True", "trainer.v1.trainer_mode=colocate_async"))
-    assert ran == ["colocate_async"]
+    monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: ran.append(config.trainer))
+    written = "trainer.default_local_dir='~/run'"
+    verl_trainer.main.__wrapped__(build("trainer.use_v1=True", "trainer.v1.trainer_mode=colocate_async", written))
+    (trainer,) = ran
+    assert (trainer.v1.trainer_mode, trainer.default_local_dir) == ("colocate_async", str(Path.home() / "run"))
 
 
 def test_another_release_of_the_queue_is_refused_under_v1_alone(build, monkeypatch):
