@@ -77,7 +77,7 @@ def test_death_elsewhere_reaches_everyone_who_waits_for_the_manager(start):
     actor = start(offer=False)
     ray.get(actor.begin_version.remote(0, [], True))
     waiting = actor.claim.remote("w0"), actor.wait_batch.remote(True)
-    ray.get(actor.abandon.remote("vLLM replica r0 died"))
+    ray.get(actor.report.remote(Report("w0", fatal="vLLM replica r0 died")))
     for reference in waiting:
         with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
             ray.get(reference, timeout=5)

@@ -170,7 +170,7 @@ class Life:
         await self.serve()
 
     def end_worker(self):
-        self.handle.broken = dict.fromkeys(("report", "claim", "abandon"), RuntimeError("dead"))
+        self.handle.broken = dict.fromkeys(("report", "claim"), RuntimeError("dead"))
         for task in (self.serving, *self.worker._claims._tasks):
             task.cancel()
         # Its process would end with it, threads included.

@@ -209,11 +209,6 @@ class ManagerActor:
         oldest = manager.version - manager.groups.oldest_birth(default=manager.version)
         return Standing(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
 
-    async def abandon(self, reason: str, error: ToldError | None = None) -> None:
-        """Fail everyone who waits, because something outside the manager has died."""
-        self._note_errors([error] if error else [])
-        self._fail(reason)
-
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self._wake()
@@ -221,9 +216,6 @@ class ManagerActor:
     async def first_errors(self) -> list[str]:
         """Tracebacks of the errors that workers have told, the first of each kind."""
         return self._errors.tracebacks()
-
-    def _note_errors(self, errors: Iterable[ToldError]) -> None:
-        self._new_errors += filter(self._errors.note, errors)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -302,7 +294,9 @@ class ManagerActor:
                 so the report came twice.
         """
         self._manager.slots.require(report.worker)
-        self._note_errors(report.errors)
+        self._new_errors += filter(self._errors.note, report.errors)
+        if report.fatal is not None:
+            self._fail(report.fatal)
         for verb, *details in report.events:
             if verb == "fail":
                 self._book_failure(report.worker, *details)

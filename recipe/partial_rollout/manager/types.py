@@ -288,6 +288,8 @@ class Report:
     """rewards that failed and are asked for again"""
     errors: list[ToldError] = field(default_factory=list)
     """the first of each kind in this worker, of samples and tools"""
+    fatal: str | None = None
+    """an error that ends the run, in one line"""
 
     def __bool__(self) -> bool:
         """Whether anything happened."""

@@ -101,11 +101,16 @@ class Outbox:
         self.unsent.events += events
         self.send()
 
-    def fail(self, sample: LiveSample, error: ToldError, times: int) -> None:
-        """Report that the agent loop of ``sample`` raised ``error``, or its reward ``times`` in a row."""
+    def fail(self, sample: LiveSample, error: BaseException, *, ends_the_run: bool) -> None:
+        """Report what the agent loop of ``sample``, or its reward, has raised."""
+        told = ToldError.of(error)
+        self._note(told)
+        if ends_the_run:
+            self.unsent.fatal = told.line
+            return
+        times = error.times if isinstance(error, RewardError) else 1
         self.note(sample)
-        self._note(error)
-        self.unsent.events.append(("fail", sample.id, error.line, times))
+        self.unsent.events.append(("fail", sample.id, told.line, times))
 
 
 class ClaimLoop:
@@ -229,11 +234,7 @@ class ClaimLoop:
                 await self._end(sample)
             except GrantTimeoutError as late:
                 error, ends_the_run = late, True
-        told = ToldError.of(error)
-        if ends_the_run:
-            await self.manager.abandon.remote(told.line, told)
-        else:
-            self.outbox.fail(sample, told, error.times if isinstance(error, RewardError) else 1)
+        self.outbox.fail(sample, error, ends_the_run=ends_the_run)
 
     async def _end(self, sample: LiveSample) -> None:
         """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""
