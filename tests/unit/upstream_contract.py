@@ -156,9 +156,8 @@ verl.utils.model <- packed_attention
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     calls: masked_mean(values, mask)
-verl.workers.config:ActorConfig <- loss facts
-    has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg policy_loss global_batch_info strategy
-        rollout_n use_dynamic_bsz
+verl.workers.config:ActorConfig <- loss
+    has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c policy_loss global_batch_info
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
     has: __init__ sample
 # verl_ext
