@@ -96,6 +96,7 @@ async def test_next_version_of_a_stopped_round_waits_neither_for_the_update_nor_
     now = actor._manager.metrics()
     assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
     assert account.metrics["length/batch_bias"] == 1, "while the trainer has the batch"
+    assert account.metrics["buffer/interrupted_total"] == 1, "totals of all that is reported"
 
 
 @BOTH

@@ -81,8 +81,8 @@ class ManagerActor:
         self._errors = FirstErrors()
         self._new_errors: list[ToldError] = []
         """of the present step"""
-        self._figures: dict[str, float] | None = None
-        """of the batch that the trainer has, if the next version has begun"""
+        self._gauges: dict[str, float] = {}
+        """of the version whose batch the trainer has, if the next has begun"""
         self._spared = 0
         """``Counters.spared_groups`` when the last step was finished, or when its checkpoint was loaded"""
 
@@ -145,7 +145,7 @@ class ManagerActor:
         self._raise_failure()
         manager = self._manager
         if manager.groups.taken:
-            self._figures = manager.metrics()
+            self._gauges = manager.gauges()
         garbage.release()
         manager.reserve.offer(prompts, source_left)
         carried = manager.groups.carried
@@ -185,8 +185,8 @@ class ManagerActor:
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
-        # The batch's own figures are known only while the trainer has it.
-        metrics, self._figures = self._figures or self._manager.metrics(), None
+        # The batch's own figures are known only while the trainer has it; the lengths of what was interrupted only now.
+        metrics, self._gauges = self._manager.metrics() | self._gauges, {}
         admitted, filtered = self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
         before, self._spared = self._spared, self._manager.counters.spared_groups

@@ -348,18 +348,24 @@ class PromptsManager:
 
     # -- observation -----------------------------------------------------------------------------------------------
 
+    def gauges(self) -> dict[str, float]:
+        """Of ``metrics`` those that the next version changes by beginning."""
+        return {
+            "inflight/groups": self.groups.in_flight,
+            "inflight/samples": len(self.samples.unfinished),
+            "buffer/carried_groups": self.groups.carried,
+            "buffer/ready_groups": len(self.groups.ready_queue),
+        }
+
     def metrics(self) -> dict[str, float]:
         """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts.
 
         What is not defined yet is left out: SwanLab gives up a chart whose first value is nan.
         """
         groups, counters = self.groups, self.counters
-        gauges = {
-            "inflight/groups": groups.in_flight,
-            "inflight/samples": len(self.samples.unfinished),
+        found = {
+            **self.gauges(),
             "agent/slots_freed_s_total": counters.away_s,
-            "buffer/carried_groups": groups.carried,
-            "buffer/ready_groups": len(groups.ready_queue),
             "buffer/interrupted_total": counters.interrupted,
             "buffer/resumed_total": counters.resumed,
             "failures/failed_total": counters.failed,
@@ -369,7 +375,7 @@ class PromptsManager:
             **groups.length_bias(),
         }
         if self._filter is not None:
-            gauges["filter/groups_total"] = counters.filtered_groups
-            gauges["filter/tokens_total"] = counters.filtered_tokens
-            gauges["filter/spared_total"] = counters.spared_groups
-        return gauges
+            found["filter/groups_total"] = counters.filtered_groups
+            found["filter/tokens_total"] = counters.filtered_tokens
+            found["filter/spared_total"] = counters.spared_groups
+        return found

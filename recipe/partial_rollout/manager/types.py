@@ -335,7 +335,7 @@ class StepAccount:
     filtered: list[FilteredGroup]
     """since the step before"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` before the next version began, or else before the batch was forgotten"""
+    """``PromptsManager.metrics`` of the batch; its ``gauges`` are those before the next version began"""
     errors: tuple[ToldError, ...] = ()
     """those that workers have told since the step before, the first of each kind"""
     spared: int = 0
