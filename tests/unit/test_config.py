@@ -15,7 +15,7 @@ from recipe.partial_rollout.config.keys import ConfigError, declarations
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight.inputs import check_critic
 from recipe.partial_rollout.preflight.rules import DUAL_CLIPS
-from recipe.partial_rollout.preflight.settings_check import check_config
+from recipe.partial_rollout.preflight.settings_check import check_config, check_settings
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
 
@@ -194,6 +194,8 @@ MISTAKES = {
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
+    f"{P}.enable=False {LOSS}=dro": "policy_loss.dro_beta must be",
+    f"{P}.correction=none {LOSS}=dro": "policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null",
     "distillation.enabled=True": "False with partial_rollout.enable=True: its loss",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, sequence, or null for geometric, with",
@@ -464,7 +466,7 @@ def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):
 
 @pytest.mark.parametrize("override", ["actor_rollout_ref.rollout.name=sglang", "trainer.resume_mode=auto"])
 def test_without_partial_rollout_verls_own_choices_are_allowed(configure, override):
-    assert not check_config(configure("partial_rollout.enable=False", override)).enable
+    assert not check_settings(configure("partial_rollout.enable=False", override)).enable
 
 
 @pytest.mark.parametrize(("word", "value"), [("no", False), ("Off", False), ("yes", True), ("True", True)])

@@ -135,13 +135,12 @@ def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> 
 
 
 def _check_loss(config: DictConfig) -> None:
-    """Refuse a policy loss that does not change when the behaviour weights of all tokens are halved."""
+    """Refuse a policy loss that raises, or does not change when the behaviour weights, where there are any, are halved."""
     settings, actor = config.partial_rollout, config.actor_rollout_ref.actor
-    if not settings.enable or settings.correction == Correction.NONE:
-        return
     words = "a loss that takes rollout_is_weights"
     whole, half = (_load(config, _LOSS, words, partial(_loss_of, actor, weight)) for weight in (1.0, 0.5))
-    if abs(whole - half) <= 1e-3 * abs(whole):
+    corrects = settings.enable and settings.correction != Correction.NONE
+    if corrects and abs(whole - half) <= 1e-3 * abs(whole):
         words = "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"
         raise fail(full(_LOSS), actor.policy_loss.loss_mode, words)
 
