@@ -174,20 +174,20 @@ def journal(*segments, prompt=(1, 2, 3), **params):
 
 def test_journal_answers_each_call_with_the_turn_that_answered_the_same(engine):
     """Whatever their order: two equal calls that ran beside each other, and one of another prompt that was cut off."""
-    engine.answers = [tokens(9, version=2), tokens(4), tokens(5)]
+    engine.answers = [tokens(9, version=2), tokens(5), tokens(4)]
     known = [([5], 0, None, 0), ([7], 0, None, 2), ([6], 1, "stop", 0), ([8], 1, None, 2)]
     sample = live(None, *journal(*known), *journal(([3], 1, None, 1), prompt=[1], max_tokens=5))
-    requests = {}, {"prompt": [1], "max_tokens": 5}, {}, {"max_tokens": 5}
-    first, other, second, changed = [generate(client_of(), sample, **request) for request in requests]
+    requests = {"prompt": [1], "max_tokens": 5}, {}, {"max_tokens": 5}, {}
+    other, first, changed, second = [generate(client_of(), sample, **request) for request in requests]
     assert (first.token_ids, first.stop_reason, first.log_probs) == ([5, 6], "stop", pytest.approx([-0.5, -0.6]))
     assert [output.token_ids for output in (other, second, changed)] == [[3, 9], [7, 8, 4], [5]]
     assert [(context, params["max_tokens"]) for _, context, params in engine.requests] == [
         ([1, 3], 4),
-        ([1, 2, 3, 7, 8], 8),
         ([1, 2, 3], 5),
+        ([1, 2, 3, 7, 8], 8),
     ]
     assert (other.extra_fields["min_global_steps"], other.extra_fields["max_global_steps"]) == (1, 2)
-    assert [(list(s.token_ids), s.turn) for s in sample.unsent.segments] == [([9], 1), ([4], 2), ([5], 3)]
+    assert [(list(s.token_ids), s.turn) for s in sample.unsent.segments] == [([9], 1), ([5], 3), ([4], 2)]
 
 
 def seeds(engine, **params):

@@ -100,11 +100,37 @@ async def answers_interrupted(client, row, params):
     return output_of(PROMPT, answer.token_ids)
 
 
-@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted])
-def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_not_trained(loop):
+@pytest.mark.parametrize(("loop", "most"), [(limited, 16), (hedge, 16), (answers_interrupted, 60)])
+def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_not_trained(loop, most):
+    """The round ends once the other prompt has its 20 tokens: until then would go what nobody withdraws."""
     output, life = trained(loop, update_s=0.12)
     assert not output.masked and output.response_length in (4, 6) and life.figures()["failures/failed_total"] == 0
-    assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < 60
+    assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < most
+
+
+def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
+    said, ended = [], asyncio.Event()
+
+    async def leaves(client, row, params):
+        async def later():
+            await ended.wait()
+            try:
+                await ask(client, params, 4)
+            except Exception as error:
+                said.append(str(error))
+
+        leaves.task = asyncio.ensure_future(later())
+        return output_of(PROMPT, (await ask(client, params, 1)).token_ids)
+
+    async def reward(output, row):
+        ended.set()
+        await asyncio.sleep(0)
+        output.reward_score = 1.0
+
+    output, _ = trained(leaves, score=reward)
+    assert not output.masked and said == [
+        "sample 0/1#0 has ended: its agent loop has returned, and may ask for nothing more"
+    ]
 
 
 # -- places of the user's own --------------------------------------------------------------------------------------------
