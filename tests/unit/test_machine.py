@@ -167,13 +167,23 @@ def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(bui
 def test_verls_own_trainer_runs_the_configs_of_this_repository(build, monkeypatch):
     """As the arms of a study do, whose configs have partial rollout on."""
     ran = []
-    monkeypatch.setattr(verl_trainer, "missing_packages", lambda config: ())
+    for check in ("missing_packages", "missing_inputs"):
+        monkeypatch.setattr(verl_trainer, check, lambda config: ())
     monkeypatch.setattr(verl_trainer, "size_bucket", lambda config: None)
     monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: ran.append(config.trainer))
     written = "trainer.default_local_dir='~/run'"
     verl_trainer.main.__wrapped__(build("trainer.use_v1=True", "trainer.v1.trainer_mode=colocate_async", written))
     (trainer,) = ran
     assert (trainer.v1.trainer_mode, trainer.default_local_dir) == ("colocate_async", str(Path.home() / "run"))
+
+
+def test_verls_own_trainer_does_not_start_without_its_model(build, monkeypatch, capsys):
+    monkeypatch.setattr(verl_trainer, "missing_packages", lambda config: ())
+    monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: pytest.fail("it has started"))
+    with pytest.raises(SystemExit) as end:
+        verl_trainer.main.__wrapped__(build("arm=colocate_async", "actor_rollout_ref.model.path=/nowhere"))
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("config error: actor_rollout_ref.model.path=/nowhere: a local model")
 
 
 def test_another_release_of_the_queue_is_refused_under_v1_alone(build, monkeypatch):

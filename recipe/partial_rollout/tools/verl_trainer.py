@@ -6,7 +6,7 @@ from verl.trainer import main_ppo as verls
 
 from recipe.partial_rollout.config.settings import CONF_DIR
 from recipe.partial_rollout.main_ppo import end_in_one_line, in_one_line, prepare
-from recipe.partial_rollout.preflight.inputs import missing_packages, size_bucket
+from recipe.partial_rollout.preflight.inputs import missing_inputs, missing_packages, size_bucket
 from recipe.partial_rollout.preflight.user_code import find_tools
 
 
@@ -20,6 +20,8 @@ def run(config: DictConfig) -> None:
     for error in missing_packages(config):
         raise error
     find_tools(config)
+    for error in missing_inputs(config):
+        raise error
     size_bucket(config)
     # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
     config.partial_rollout.enable = False
