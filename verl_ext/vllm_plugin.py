@@ -72,6 +72,9 @@ def register() -> None:
     if found == GPU_PAIR:
         when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
+        # The platform imports verl, which loads the plugin, which needs the platform whole: verl comes first.
+        import verl  # noqa: F401
+
         from verl_ext import cpu
 
         when_imported("vllm.model_executor.layers.utils", cpu.keep_weights)

@@ -131,18 +131,29 @@ def test_platform_in_force_is_ours_and_verl_has_none():
     assert PlatformCPU().is_platform_available(use_smi_check=True) is False
 
 
+def vllm_that_verl_finds_in_an_engines_process():
+    """vLLM loads its plugins there before it imports verl."""
+    from verl_ext import vllm_plugin
+
+    vllm_plugin.register()
+    from verl.third_party.vllm import vllm_version
+
+    return vllm_version
+
+
 def test_patches_are_in_force_in_processes_of_their_own():
     """Those of process groups, packed layers and classifiers: no training of tests/e2e runs without them."""
     counted = (patched_twice, preemptions_counted)
     *_, before = in_fresh_process(scheduler_imported, *counted)
     _, after, tells = in_fresh_process(*counted, who_tells_of_what_an_emptied_cache_preempts)
     (build,) = in_fresh_process(what_a_gpu_gets, VERL_PLATFORM="")
+    (found,) = in_fresh_process(vllm_that_verl_finds_in_an_engines_process)
     # Whether the scheduler was imported before the patch or after it; what a paused one preempts does not count.
     assert before == after == [0, 1, 1, False]
     # vLLM 0.24.0 leaves it to the patch (tests/integration/test_async_scheduling.py); later releases tell the workers.
     needed = guard.installed_pair() == guard.GPU_PAIR
     assert tells == [not needed, needed]
-    assert importlib.metadata.version("vllm") == f"{build}+cpu", "a GPU's vLLM keeps its version"
+    assert importlib.metadata.version("vllm") == found == f"{build}+cpu", "a GPU's vLLM keeps its version"
 
 
 def test_torch_still_refuses_pinned_memory_and_gloo_twice():
