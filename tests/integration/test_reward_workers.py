@@ -63,7 +63,8 @@ def test_reward_worker_whose_function_ends_its_process_or_never_returns_starts_a
         found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 300)
         assert isinstance(found[1], RewardWorkerDiedError), found
         assert [found[i]["reward_score"] for i in (0, 2)] == [1.0, 1.0]
-        # It has ended its worker twice: the call is made again, alone.
+        # It has ended its worker twice: the call is made again, alone. Where it came last, the worker still starts.
+        assert (await asyncio.wait_for(reward_workers.remote(call_for("good")), 300))["reward_score"] == 1.0
         stuck = asyncio.create_task(reward_workers.remote(call_for("degenerate")))
         await asyncio.sleep(1.0)
         behind = asyncio.create_task(reward_workers.remote(call_for("good")))
