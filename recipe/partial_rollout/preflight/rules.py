@@ -285,13 +285,11 @@ _LEARNING = (
 )
 _ENGINES = (
     only("rollout.mode", "async", "verl has no other"),
-    *where(
-        When(lambda c: not engine_devices(c)),
-        Rule(
-            "rollout.tensor_model_parallel_size",
-            lambda _, c: trainer_devices(c) % facts.replica_devices(c) == 0,
-            "whole replicas on {trainer_devices} device(s); one has {replica_devices}",
-        ),
+    Rule(
+        "rollout.tensor_model_parallel_size",
+        lambda _, c: trainer_devices(c) % facts.replica_devices(c) == 0,
+        "whole replicas on {trainer_devices} device(s); one has {replica_devices}",
+        when=When(lambda c: not engine_devices(c)),
     ),
     Rule("rollout.temperature", lambda v, _: v > 0, "above 0: log-probs are taken at it"),
     least("rollout.val_kwargs.temperature", 0),
@@ -305,14 +303,12 @@ _ENGINES = (
     ),
     *(least(f"rollout.{key}", 1) for key in ("val_kwargs.n", "max_num_seqs", "max_num_batched_tokens")),
     *(least(key, 1) for key in ("rollout.agent.num_workers", "reward.num_workers")),
-    *where(
-        _NO_PR,
-        Rule(
-            "rollout.agent.num_workers",
-            lambda v, c: facts.dealt_out(c) % v == 0,
-            "a divisor of {dealt_out}, the samples of a step,",
-            "verl's manager gives each worker as many",
-        ),
+    Rule(
+        "rollout.agent.num_workers",
+        lambda v, c: facts.dealt_out(c) % v == 0,
+        "a divisor of {dealt_out}, the samples of a step,",
+        "verl's manager gives each worker as many",
+        when=_NO_PR,
     ),
     one_of("rollout.scheduling_policy", ("fcfs", "priority")),
     one_of("rollout.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
@@ -358,9 +354,7 @@ _PARTIAL_ROLLOUT = (
         _PR,
         only("skip.rollout.enable", False, "batches do not come from verl's rollout"),
         only("rollout.name", "vllm", "other engines are not interrupted by it"),
-        only(
-            "rollout.calculate_log_probs", True, "samples span policy versions: the engine's own log-probs are needed"
-        ),
+        only("rollout.calculate_log_probs", True, "samples span versions: the engine's own log-probs are needed"),
         only("rollout.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
         only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
         only("rollout.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
@@ -442,11 +436,8 @@ _PARTIAL_ROLLOUT = (
             "whole weights are transferred, no adapters",
         ),
     ),
-    *where(
-        # Its steps would begin a version without an update of anything, and so without an end of their batch.
-        _SEPARATE.but(_CRITIC, " and no critic"),
-        only("trainer.critic_warmup", 0),
-    ),
+    # Its steps would begin a version without an update of anything, and so without an end of their batch.
+    *where(_SEPARATE.but(_CRITIC, " and no critic"), only("trainer.critic_warmup", 0)),
     *where(
         _SEPARATE.also(on(_BACKEND, "shm")),
         *(

@@ -43,7 +43,7 @@ class EngineCall(Struct, frozen=True, array_like=True, gc=False):
     """
 
     replica: str | int
-    """the load balancer's server id; in ``run.jsonl`` the replica's index"""
+    """the replica's address; in ``run.jsonl`` its index"""
     start: float
     """unix seconds"""
     end: float
