@@ -24,6 +24,8 @@ from recipe.partial_rollout.training.agent_loop_manager import (
     PartialRolloutAgentLoopManager,
     assemble_batch,
 )
+from recipe.partial_rollout.training.reward_info import objects, spread_infos
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
 from tests.unit.conftest import build_output
 from tests.unit.shared import settings_of
 
@@ -63,6 +65,35 @@ def test_score_sits_on_the_last_token_and_without_scores_a_reward_model_is_expec
     unscored = assemble(groups(output, reward=None))
     assert "rm_scores" not in unscored.batch and "reward_extra_keys" not in unscored.meta_info
     assert list(unscored.non_tensor_batch["index"]) == [7] * 4
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_score_reaches_generated_tokens_before_a_tools_last_text(output, estimator):
+    """Both estimators skip masked tokens on their way back, and lost a score that sat on one."""
+
+    def returns(tail):
+        group = groups(output, count=1, n=1)[0]
+        made = output(3, reward=-1.0)
+        text = {"response_ids": 9, "response_mask": 0, "log_probs": 0, "versions": -1}
+        ended = {key: np.append(getattr(made, key), [fill] * tail) for key, fill in text.items()}
+        sample = replace(made, **{key: part.astype(getattr(made, key).dtype) for key, part in ended.items()})
+        batch = assemble([replace(group, outputs=(sample,))]).batch
+        rewards, mask = batch["rm_scores"], batch["response_mask"]
+        if estimator == "gae":
+            values = torch.zeros_like(rewards)
+            return core_algos.compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0)[1][0, :3].tolist()
+        config = OmegaConf.create({"gamma": 1.0})
+        return core_algos.get_adv_estimator_fn(estimator)(rewards, mask, config=config)[1][0, :3].tolist()
+
+    assert returns(tail=2) == returns(tail=0) == [-1.0] * 3
+
+
+def test_noprs_scores_reach_generated_tokens_too():
+    scores, mask = torch.tensor([[0.0, 0, 0, 1], [0, 1, 0, 0]]), torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]])
+    for validate, found in ((False, [[0, 1, 0, 0], [0, 1, 0, 0]]), (True, [[0, 0, 0, 1], [0, 1, 0, 0]])):
+        batch = DataProto.from_single_dict({"rm_scores": scores, "response_mask": mask, REWARD_INFO: objects([{}, {}])})
+        spread_infos(batch, validate=validate)
+        assert batch.batch["rm_scores"].tolist() == found
 
 
 @pytest.mark.parametrize("column", ["responses", "advantages", "temperature", "multi_turn"])

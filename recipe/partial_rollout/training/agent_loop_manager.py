@@ -14,7 +14,7 @@ attention_mask     [B, P+R]  int64   1 where there is a token
 position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``
 rollout_log_probs  [B, R]    float32 under the version that sampled each token; 0 elsewhere
 rollout_versions   [B, R]    int32   policy version of each generated token; -1 elsewhere
-rm_scores          [B, R]    float32 the score at the last token (absent when a reward model scores later)
+rm_scores          [B, R]    float32 the score at the last generated token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
 Non-tensor fields: of the dataset row what it is scored by (all of it, when a reward model scores later), ``uid`` (the
@@ -49,7 +49,7 @@ from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard, watch_round
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.step_book import noted, tell_failed
-from recipe.partial_rollout.training.reward_info import info_columns, objects, spread_infos
+from recipe.partial_rollout.training.reward_info import info_columns, objects, on_generated_tokens, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
@@ -247,7 +247,7 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
         last = torch.tensor([max(o.response_length, 1) - 1 for o in outputs])
         scores = torch.tensor([o.reward_score or 0.0 for o in outputs], dtype=torch.float32)
         rm_scores[torch.arange(len(outputs)), last] = scores
-        fields["rm_scores"] = rm_scores
+        fields["rm_scores"] = on_generated_tokens(rm_scores, fields["response_mask"])
     return TensorDict(fields, batch_size=len(outputs))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import is_number, plain
@@ -22,6 +23,23 @@ def objects(values: Sequence[Any]) -> np.ndarray:
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)
     return array
+
+
+def on_generated_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Move each score to the last generated token at or before it.
+
+    A trajectory may end in a tool's text. verl puts its score on the last token, and estimators that walk back over the
+    tokens (``gae``, ``reinforce_plus_plus``) skip the masked ones, so the score would reach no token that trains.
+
+    Args:
+        scores: [B, R]. response_mask: [B, R], above 0 where the model generated the token.
+
+    >>> on_generated_tokens(torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[1, 1, 0, 0]])).tolist()
+    [[0.0, 1.0, 0.0, 0.0]]
+    """
+    positions = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    last_generated = positions.masked_fill(response_mask <= 0, 0).cummax(dim=1).values
+    return torch.zeros_like(scores).scatter_add(1, last_generated, scores)
 
 
 def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -41,11 +59,16 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:
-    """Give a batch of verl's manager its columns; a validation's are made later, of all its batches (``per_sample``)."""
+    """Give a batch of verl's manager its columns, and put its scores where they train.
+
+    A validation's columns are made later, of all its batches (``per_sample``).
+    """
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
     batch.non_tensor_batch.update(columns)
     if "rm_scores" in batch.batch.keys():  # noqa: SIM118
         batch.meta_info["reward_extra_keys"] = [REWARD_INFO] if validate else list(columns)
+        if not validate:
+            batch.batch["rm_scores"] = on_generated_tokens(batch.batch["rm_scores"], batch.batch["response_mask"])
 
 
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
