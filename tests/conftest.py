@@ -15,6 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.chaos.victim import kill_session, processes_of_session
+from verl_ext.guard import enter_recipe
+
+enter_recipe()
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 120

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -71,6 +72,23 @@ def require_tested_pair(patch: str) -> Pair:
             f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
         )
     return found
+
+
+RECIPE = "PARTIAL_ROLLOUT_RECIPE"
+"""environment variable of the recipe's processes: ``enter_recipe`` sets it, their children and Ray workers inherit it"""
+
+
+def enter_recipe() -> None:
+    """Mark this process as the recipe's, so that verl and vLLM are patched in it and in the processes that it starts."""
+    os.environ[RECIPE] = "1"
+    if "verl_ext.plugin" in sys.modules:
+        # verl was imported before, and has loaded the plugin as for plain verl.
+        sys.modules["verl_ext.plugin"].patch_recipe()
+
+
+def in_recipe() -> bool:
+    """Whether this process runs the recipe. In any other, such as plain verl's, our patches do not act."""
+    return RECIPE in os.environ
 
 
 def platform_asked() -> str:

@@ -1,6 +1,7 @@
-"""Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process. It lists what is patched.
+"""Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process. It lists the patches.
 
-What every platform needs is always patched; the platform ``cpu`` and its patches are there only where the user asked for
+The recipe's processes get ``IN_RECIPE``. Any other process, such as plain verl's in the same environment, gets ``ALWAYS``
+alone, by which verl's own command finds the recipe. The platform ``cpu`` and its patches are there where the user asked for
 them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on; ``partial-rollout check``
 and the recipe's start-up both look at the result.
 """
@@ -15,10 +16,17 @@ from verl_ext import (
     v1,
     weight_socket,
 )
-from verl_ext.guard import VERL, cpu_requested, require, require_tested_pair, when_imported
+from verl_ext.guard import VERL, cpu_requested, in_recipe, require, require_tested_pair, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
-EVERYWHERE = (
+ALWAYS = (
+    ("verl.trainer.ppo.v1.trainer_base", v1.know_recipe),
+    ("verl.trainer.constants_ppo", v1.know_keys),
+    ("verl.trainer.constants_ppo", v1.mark_workers),
+    ("verl.utils.device", v1.keep_to_recipe),
+)
+"""(module of verl, its patch), in every process"""
+IN_RECIPE = (
     ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.model", packed_attention.build_critics),
     ("verl.single_controller.ray.base", master_port.patch),
@@ -26,9 +34,6 @@ EVERYWHERE = (
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
     ("verl.trainer.ppo.v1.trainer_base", trained_rows.patch_means),
-    ("verl.trainer.ppo.v1.trainer_base", v1.know_recipe),
-    ("verl.trainer.constants_ppo", v1.know_keys),
-    ("verl.utils.device", v1.keep_to_recipe),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),
@@ -36,7 +41,7 @@ EVERYWHERE = (
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
     ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),
 )
-"""(module of verl, what patches it), on every platform"""
+"""(module of verl, its patch), on every platform"""
 
 
 def install_cpu() -> None:
@@ -53,10 +58,18 @@ def install_cpu() -> None:
     when_imported("verl.workers.engine.megatron.transformer_impl", megatron_cpu.register)
 
 
+def patch_recipe() -> None:
+    """Patch verl for the recipe; a second call changes nothing."""
+    for module, patch in IN_RECIPE:
+        when_imported(module, patch)
+    v1.has_queue("v1.bound_controller")
+    when_imported("transfer_queue.client", v1.bound_controller)
+
+
 require("verl", VERL, "plugin")
 if cpu_requested():
     install_cpu()
-for module, patch in EVERYWHERE:
+for module, patch in ALWAYS:
     when_imported(module, patch)
-v1.has_queue("v1.bound_controller")
-when_imported("transfer_queue.client", v1.bound_controller)
+if in_recipe():
+    patch_recipe()

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.command import OURS, imported_here
-from verl_ext.guard import around, installed, require
+from verl_ext.guard import RECIPE, around, enter_recipe, in_recipe, installed, require
 
 _MODE = "partial_rollout"
 """``trainer.v1.trainer_mode``, and the section of the recipe's keys"""
@@ -50,6 +50,17 @@ def know_keys(module: Any) -> None:
         importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
 
 
+def mark_workers(module: Any) -> None:
+    """Mark Ray's workers of a recipe's run as the recipe's; ``module`` is ``verl.trainer.constants_ppo``."""
+
+    @around(module, "get_ppo_ray_runtime_env")
+    def get_ppo_ray_runtime_env(verls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        environment = verls(*args, **kwargs)
+        if in_recipe():
+            environment["env_vars"][RECIPE] = "1"
+        return environment
+
+
 def keep_to_recipe(module: Any) -> None:
     """verl's commands refuse a config of the recipe that another trainer would train, without a word of its keys.
 
@@ -59,9 +70,11 @@ def keep_to_recipe(module: Any) -> None:
     @around(module, "auto_set_device")
     def auto_set_device(verls: Any, config: Any) -> None:
         section: Any = OmegaConf.select(config, _MODE)
-        if OmegaConf.is_dict(section) and section.get("enable") and imported_here() == OURS:
+        if OmegaConf.is_dict(section) and imported_here() == OURS:
             use_v1, mode = (OmegaConf.select(config, f"trainer.{key}") for key in ("use_v1", "v1.trainer_mode"))
-            if not use_v1 or mode != _MODE:
+            if use_v1 and mode == _MODE:
+                enter_recipe()
+            elif section.get("enable"):
                 raise ValueError(
                     f"trainer.use_v1={use_v1} trainer.v1.trainer_mode={mode}: True and {_MODE} by verl's own command, with "
                     "partial_rollout.enable=True; partial-rollout train takes use_v1=False too"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_ext.guard import GPU_PAIR, TESTED, around, cpu_requested, installed_pair, when_imported
+from verl_ext.guard import GPU_PAIR, TESTED, around, cpu_requested, in_recipe, installed_pair, when_imported
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
 _UTILITY = "partial_rollout_preemptions"
@@ -62,15 +62,21 @@ def tell_preempted(module: Any) -> None:
 
 
 def register() -> None:
-    """Patch vLLM's scheduler, and on the CPU platform its layers; of an untested pair of vLLM and torch, only warn."""
+    """Patch vLLM's scheduler in the recipe's processes, and its layers on the CPU platform.
+
+    An untested pair of vLLM and torch is not patched; a warning says so.
+    """
+    if not (in_recipe() or cpu_requested()):
+        return
     found = installed_pair()
     if found not in TESTED:
         logger.warning("vLLM is not patched: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
         return
-    when_imported(_SCHEDULER, count_preempted)
-    when_imported(_CORE, answer_in_core)
-    if found == GPU_PAIR:
-        when_imported(_SCHEDULER, tell_preempted)
+    if in_recipe():
+        when_imported(_SCHEDULER, count_preempted)
+        when_imported(_CORE, answer_in_core)
+        if found == GPU_PAIR:
+            when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
         # The platform imports verl, which loads the plugin, which needs the platform whole: verl comes first.
         import verl  # noqa: F401

@@ -37,6 +37,7 @@ from recipe.partial_rollout.config.settings import (
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
 from verl_ext.command import foreign_recipe, no_device
+from verl_ext.guard import enter_recipe
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.task_runner import TaskRunner
@@ -46,6 +47,7 @@ CHECK = "--check"
 _KV_HEADROOM = 0.05
 """share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
+enter_recipe()
 register_keys()
 
 

