@@ -127,16 +127,6 @@ def test_examples_in_docstrings_hold(name):
     assert results.attempted and not results.failed
 
 
-def words(text):
-    return len(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
-
-
-def test_front_page_is_read_in_minutes_and_the_pages_in_an_hour():
-    assert words((REPOSITORY / "README.md").read_text()) <= 700
-    pages = sorted((REPOSITORY / "docs").rglob("*.md"))
-    assert len(pages) <= 13 and sum(len(page.read_text().split()) for page in pages) <= 15_000
-
-
 # -- the notebook ------------------------------------------------------------------------------------------------------
 
 

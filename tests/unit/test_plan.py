@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +14,14 @@ from recipe.partial_rollout.tools.plan_table import Option, advice
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
-from recipe.partial_rollout.tools.planner.rounds import Simulation, forecast, smallest_worthwhile
+from recipe.partial_rollout.tools.planner.rounds import Forecast, Simulation, forecast
+from recipe.partial_rollout.tools.run_record import load_run
+from tests.studies import schedules
 from tests.studies.replay import TOLERANCE
-from tests.unit.runs import build_group, build_round, build_run, interrupted_run
+from tests.unit.runs import build_group, build_round, build_run, interrupted_run, separate_run
 from tests.unit.shared import settings_of
 
+RNG = np.random.default_rng
 LENGTHS = LengthTrace.lognormal(median=100, mean=160, cap=1600, samples_per_group=4)
 POLICIES = [Scheduling(policy) for policy in SchedulingPolicy]
 
@@ -90,14 +92,12 @@ def play_calls(curve, rng, *, rounds, samples, mu=5.0, most_context=0):
     ("curve", "load"),
     [
         (EngineCurve(2e-3, 1e-4), {"rounds": 2, "samples": 64}),
-        (EngineCurve(5e-3, 0.0), {"rounds": 2, "samples": 64}),
-        (EngineCurve(1e-9, 3e-4), {"rounds": 2, "samples": 64}),
         (EngineCurve(3e-3, 1e-4, context_s=2e-7), {"rounds": 8, "samples": 48, "most_context": 800}),
         (EngineCurve(2e-3, 1e-4, prefill_s=5e-5), {"rounds": 48, "samples": 8, "most_context": 2000}),
     ],
 )
 def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve, load):
-    played = play_calls(curve, np.random.default_rng(0), **load)
+    played = play_calls(curve, RNG(0), **load)
     calls = [call(0, 100.0 * at, 100.0 * at + end, made, read, read) for at, end, made, read in played]
     found = fit(calls)
     for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8), ("prefill_s", 1e-6)):
@@ -113,16 +113,45 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     found = fit(
         [
             call(0, 100.0 * at, 100.0 * at + 10.0 * (at == 0) + end, tokens)
-            for at, end, tokens, _ in play_calls(curve, np.random.default_rng(0), rounds=24, samples=48, mu=4.0)
+            for at, end, tokens, _ in play_calls(curve, RNG(0), rounds=24, samples=48, mu=4.0)
         ]
     )
     for running in (12, 24, 48):
         assert found.decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
 
 
-def test_calls_under_one_load_show_no_curve():
-    with pytest.raises(ValueError, match="all engine calls ran beside 1 samples"):
-        fit([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)])
+def played(curve, **load):
+    return [call(0, 100.0 * at, 100.0 * at + end, made) for at, end, made, _ in play_calls(curve, RNG(0), **load)]
+
+
+def scattered():
+    """Calls whose durations have nothing to do with their tokens."""
+    rng = RNG(0)
+    starts = np.cumsum(rng.exponential(1.0, 200))
+    return [call(0, at, at + rng.lognormal(1, 2), int(rng.lognormal(4, 2)) + 1) for at in starts]
+
+
+@pytest.mark.parametrize(
+    ("calls", "why"),
+    [
+        ([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)], "at least 16 are needed"),
+        (
+            [call(0, 10.0 * at, 10.0 * at + 1, 10) for at in range(20)],
+            "nearly all beside 1 to 1 samples; they do not show",
+        ),
+        ([call(0, 2.0 * (i // 4), 2.0 * (i // 4) + 1, 10) for i in range(40)], "nearly all beside 4 to 4 samples"),
+        (played(EngineCurve(1e-9, 3e-4), rounds=2, samples=64), "a full engine would be no faster than"),
+        (played(EngineCurve(5e-3, 0.0), rounds=2, samples=64), "a full engine would be no slower than"),
+        (scattered(), "half of them took over"),
+    ],
+    ids=["few", "alone", "one load", "no step", "no samples", "scattered"],
+)
+def test_degenerate_fit_is_refused_with_its_reason_and_a_remedy(calls, why):
+    with pytest.raises(ValueError, match=r"^no engine curve from \d+ engine calls") as caught:
+        fit(calls)
+    assert why in str(caught.value) and str(caught.value).endswith(
+        "Give --run a longer noPR run of this job, or --curve"
+    )
 
 
 # -- rounds -------------------------------------------------------------------------------------------------------------
@@ -151,69 +180,83 @@ def test_mean_staleness_is_the_overlap_while_every_sample_has_a_slot(scheduling)
         assert made.staleness_mean == pytest.approx(overlap, rel=0.15)
 
 
-def test_smallest_overlap_whose_next_step_does_not_pay():
-    speeds = [(0.0, 100.0), (0.5, 150.0), (1.0, 160.0), (2.0, 161.0)]
-    assert [smallest_worthwhile(speeds, least) for least in (0.05, 0.10, 0.001)] == [1.0, 0.5, 2.0]
-
-
 # -- what it recommends, prints and refuses ----------------------------------------------------------------------------
 
-
-LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16", "--rounds", "4"]
-
-
-def test_plan_recommends_from_a_distribution_and_a_preset_or_a_saved_curve(capsys, tmp_path):
-    arguments = [*LOGNORMAL, "--replicas", "2", "--overlaps", "1", "--policies", "bounded"]
-    arguments += ["--overtake", "0", "0.5"]
-    saves = ["--json", str(tmp_path / "plan.json"), "--save-curve", str(tmp_path / "curve.json")]
-    assert plan.main([*arguments, "--curve", "h100-qwen3-4b", *saves]) == 0
-    out = capsys.readouterr().out
-    assert "recommended: partial_rollout.overlap=" in out and "engine curve: ASSUMED (preset h100-qwen3-4b)" in out
-    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
-    assert [plan["overtake"] for plan in plans] == [None, 0, 0.5]
-    first, kept, overtaken = (option["forecast"]["first_length"] for option in plans)
-    assert overtaken < kept == first == 1, "what a limit on overtaking costs in bias"
-    again = ["--curve", str(tmp_path / "curve.json"), "--json", str(tmp_path / "again.json")]
-    assert plan.main([*arguments, *again]) == 0
-    assert "ASSUMED" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "again.json").read_text())["plans"] == plans
+SMOLLM = Path(__file__).parents[2] / "tests" / "studies" / "results" / "smollm_noPR"
+LOGNORMAL = ["--lognormal", "300", "360", "1838", "--batch", "8", "--group", "4", "--slots", "16"]
 
 
-def test_plan_from_the_lengths_of_a_real_model_forecasts_what_its_pr_run_measured(tmp_path):
+def test_plan_from_a_distribution_calls_a_preset_and_a_given_curve_assumed(capsys, tmp_path):
+    saved = tmp_path / "curve.json"
+    saved.write_text('{"step_s": 0.008, "sample_s": 0.00007}')
+    for curve in ("h100-qwen3-4b", str(saved)):
+        assert plan.main([*LOGNORMAL, "--replicas", "2", "--overlaps", "1", "--curve", curve]) == 0
+        out = capsys.readouterr().out
+        assert f"engine curve: ASSUMED ({curve}), not measured" in out
+        assert "recommended: partial_rollout.overlap=1, " in out and " of noPR's rollout time" in out
+        assert "rollout / noPR" in out and "step / noPR" not in out
+
+
+def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(capsys):
     """tests/studies/results/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
-    run = str(Path(__file__).parents[2] / "tests" / "studies" / "results" / "smollm_noPR")
-    saved = tmp_path / "plan.json"
-    assert plan.main(["--run", run, "--policies", "bounded", "--overlaps", "1", "--json", str(saved)]) == 0
-    nopr, pr = (option["forecast"] for option in json.loads(saved.read_text())["plans"])
-    assert pr["round_s"] / nopr["round_s"] == pytest.approx(70 / 134, rel=TOLERANCE)
-    assert pr["staleness_mean"] == pytest.approx(0.92, rel=TOLERANCE)
+    record = load_run(SMOLLM)
+    settings, cluster, lengths, _ = plan.inputs(plan.parser().parse_args(["--run", str(SMOLLM)]), record)
+    outside_s = plan.seconds_outside_rollout(record)
+    nopr, pr = plan.plans_of(settings, cluster, lengths, [1.0], outside_s)
+    assert (nopr.rollout, nopr.step) == (1, 1)
+    assert pr.rollout == pytest.approx(70 / 134, rel=TOLERANCE)
+    assert pr.forecast.staleness_mean == pytest.approx(0.92, rel=TOLERANCE)
+    # The update is most of this run's step, and stays.
+    alone = 1 / nopr.forecast.trained_tokens_per_s
+    assert pr.step == pytest.approx((pr.rollout * alone + outside_s) / (alone + outside_s)) and pr.step > 0.85
+    assert plan.main(["--run", str(SMOLLM), "--overlaps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"engine curve: fitted to the engine calls of {SMOLLM}" in out and "ASSUMED" not in out
+    assert " of noPR's step time; it is the largest" in out
 
 
-def figures(speed):
-    return SimpleNamespace(trained_tokens_per_s=speed, staleness_mean=speed / 10)
+def test_calls_of_the_first_step_are_left_out_of_the_fit(tmp_path):
+    record = load_run(interrupted_run(tmp_path / "run", arm="noPR"))
+    cold = record.rounds[0].phase.calls
+    assert len(record.calls_after_first_step) == len(record.calls) - len(cold)
 
 
-def options(*overlaps, policy="bounded"):
-    """noPR and plans, each overlap a fifth faster than the one before."""
-    return [Option("noPR", 0.0, None, figures(10.0))] + [
-        Option(policy, overlap, None, figures(10.0 * 1.2**at)) for at, overlap in enumerate(overlaps, 1)
-    ]
+def test_schedules_reports_relative_time_and_length_bias_of_each_schedule(capsys):
+    arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--rounds", "4", "--overlaps", "1"]
+    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "0.5"]) == 0
+    kept, overtaken = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (kept["overtake"], overtaken["overtake"]) == (0, 0.5)
+    assert overtaken["first_length"] < kept["first_length"] == 1, "what a limit on overtaking costs in bias"
+    assert overtaken["rollout"] < kept["rollout"] < 1
 
 
-def test_only_what_learning_was_tested_with_is_recommended_and_at_its_price():
-    said = advice(options(0.5, 1.0, 1.5, 3.0), 8)
-    assert "partial_rollout.overlap=1.5 with scheduling.policy=bounded, max_staleness=8: rollout 1.73 x noPR" in said
-    assert "the largest planned whose learning was tested" in said
-    assert "It costs mean staleness 1.73: the reward comes about as many steps later" in said
-    for plans, bound in ((options(2.0, 3.0), 8), (options(1.0, policy="seed"), 4), (options(1.0), 9)):
-        assert advice(plans, bound).startswith("nothing to recommend: ")
+def options(times):
+    """noPR and plans by overlap, with the relative times of their steps."""
+    made = {0.0: 1.0, **times}
+    return [Option(overlap, Forecast(1.0, 1.0, overlap, 2 * overlap), time, time) for overlap, time in made.items()]
+
+
+def test_smallest_overlap_that_no_tested_one_beats_by_much_is_recommended_at_its_price():
+    said = advice(options({0.5: 0.8, 1.0: 0.62, 1.5: 0.6, 3.0: 0.3}), 8)
+    assert said.startswith(
+        "recommended: partial_rollout.overlap=1, max_staleness=8: 0.62 of noPR's step time; a larger one "
+    )
+    assert "a mean staleness of 1.00: the reward comes about as many steps later, once" in said
+    # A first overlap that saves little does not hide that a larger one pays.
+    said = advice(options({0.5: 0.99, 1.0: 0.8, 1.5: 0.7}), 4)
+    assert (
+        "overlap=1.5, max_staleness=4: 0.70" in said and "the largest of --overlaps whose learning was tested" in said
+    )
+    assert advice(options({1.0: 0.97}), 4).startswith("recommended: noPR (partial_rollout.enable=False)")
+    for times, bound in (({2.0: 0.5, 3.0: 0.4}, 8), ({1.0: 0.5}, 9)):
+        assert advice(options(times), bound).startswith("nothing to recommend: ")
 
 
 @pytest.mark.parametrize(
     ("option", "values", "least"),
     [
         ("overlaps", ("-1", "0", "inf", "many"), "above 0"),
-        *((size, ("0",), "an integer of at least 1") for size in ("batch", "group", "replicas", "slots", "rounds")),
+        *((size, ("0",), "an integer of at least 1") for size in ("batch", "group", "replicas", "slots")),
     ],
 )
 def test_number_that_is_none_is_refused(capsys, option, values, least):
@@ -251,6 +294,11 @@ def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys,
     assert out.startswith(f"error: {path}/config.yaml cannot be read (") and out.count("\n") == 1
 
 
+def test_run_with_separate_placement_is_refused(tmp_path, capsys):
+    assert plan.main(["--run", str(separate_run(tmp_path / "run"))]) == 2
+    assert "placement=separate; the forecast plays engines and trainer in turns" in capsys.readouterr().out
+
+
 def test_run_whose_samples_wait_for_tools_is_refused(tmp_path, capsys):
     calls = [(0, start, start + 2, 20, 0, 0, 10, 0.0, "0/0#0", False) for start in (0, 6)]
     path = build_run(
@@ -259,4 +307,5 @@ def test_run_whose_samples_wait_for_tools_is_refused(tmp_path, capsys):
     assert plan.main(["--run", str(path)]) == 2
     assert "samples waited 4 s between turns and decoded 4 s; the simulation plays no tools" in capsys.readouterr().out
     # Of 30 conversations four wait 1 s: too little to matter.
-    assert plan.main(["--run", str(interrupted_run(tmp_path / "b")), "--rounds", "4", "--overlaps", "1"]) == 0
+    record = load_run(interrupted_run(tmp_path / "b"))
+    assert LengthTrace.of_run(record).groups.shape == (6, 4)

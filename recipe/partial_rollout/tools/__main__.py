@@ -24,7 +24,7 @@ TOOLS = {
         "report.command", "compare runs, also while they go on: interactive timeline, tables, training curves"
     ),
     "audit": Tool("audit", "check that a run trained every prompt exactly once, in time and whole"),
-    "plan": Tool("plan", "forecast speed and staleness of policies and overlaps before anything runs"),
+    "plan": Tool("plan", "forecast whether partial rollout is worth it for a job, and at which overlap"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k, AIME 2024 and tasks of reasoning-gym in verl's schema"),
     "model": Tool("model", "write a real language model for verl, from a package instead of a hub"),
     "check": Tool(

@@ -2,87 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from recipe.partial_rollout.config.settings import SchedulingPolicy
-from recipe.partial_rollout.tools.planner.rounds import Forecast, smallest_worthwhile
+from recipe.partial_rollout.tools.planner.rounds import Forecast
+from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.table import Table
 
 TESTED_OVERLAP = 1.5
-"""largest that several pairs of runs have, all under the policy ``bounded`` (docs/learning.md): no other is recommended"""
+"""largest that several pairs of runs have (docs/learning.md): no other is recommended"""
 TESTED_BOUND = 8
 """largest ``max_staleness`` of them"""
-MIN_GAIN = 0.05
-"""share of speed that the next larger overlap must gain to be recommended"""
+WORTH = 0.05
+"""share of time that more overlap must save to be worth its staleness"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of a plan."""
+    """noPR, whose ``overlap`` is 0, or PR at an overlap. Times are for equal work, relative to noPR's."""
 
-    policy: str
     overlap: float
-    overtake: float | None
     forecast: Forecast
+    rollout: float
+    step: float | None
+    """None: how long a step takes outside rollout is not known"""
+
+    @classmethod
+    def of(cls, overlap: float, forecast: Forecast, base: Forecast, outside_s: float | None) -> Self:
+        """``outside_s``: seconds of a step outside rollout for each trained token."""
+        mine, theirs = 1 / forecast.trained_tokens_per_s, 1 / base.trained_tokens_per_s
+        step = None if outside_s is None else (mine + outside_s) / (theirs + outside_s)
+        return cls(overlap, forecast, mine / theirs, step)
 
     @property
-    def name(self) -> str:
-        if not self.overlap:
-            return self.policy
-        limit = "" if self.overtake is None else f", overtake {self.overtake:g}"
-        return f"{self.policy} {self.overlap:g}{limit}"
+    def time(self) -> float:
+        """Relative time of a step, or of its rollout if that of a step is not known."""
+        return self.rollout if self.step is None else self.step
 
 
-def plan_table(plans: list[Option]) -> Table:
-    """A row for each of ``plans``; the first is noPR, the reference of all columns."""
-    base = plans[0].forecast
-
-    def over_base(plan: Option) -> str:
-        return f"{plan.forecast.trained_tokens_per_s / base.trained_tokens_per_s:.2f}"
-
-    columns = (
-        ("policy, overlap", lambda plan: plan.name),
-        ("round s", lambda plan: f"{plan.forecast.round_s:.1f}"),
-        ("tokens/s", lambda plan: f"{plan.forecast.trained_tokens_per_s:,.0f}"),
-        ("x noPR", over_base),
-        ("staleness", lambda plan: f"{plan.forecast.staleness_mean:.2f}"),
+def plan_table(plans: Sequence[Option]) -> Table:
+    """A row for each of ``plans``."""
+    columns = [
+        ("", lambda plan: f"PR, overlap {plan.overlap:g}" if plan.overlap else "noPR"),
+        ("rollout, s", lambda plan: f"{plan.forecast.round_s:,.1f}"),
+        ("rollout / noPR", lambda plan: units.decimal(plan.rollout)),
+        ("step / noPR", lambda plan: units.decimal(plan.step)),
+        ("staleness, mean", lambda plan: f"{plan.forecast.staleness_mean:.2f}"),
         ("p95", lambda plan: f"{plan.forecast.staleness_p95:.0f}"),
-        ("max", lambda plan: f"{plan.forecast.staleness_max}"),
-        ("token age", lambda plan: f"{plan.forecast.token_age_mean:.2f}"),
-        ("off-policy", lambda plan: f"{plan.forecast.off_policy_fraction:.2f}"),
-        ("first 5 length", lambda plan: f"{plan.forecast.first_length:.2f}"),
-    )
-    return Table.of("Forecast of the rollout", plans, columns)
+    ]
+    if plans[0].step is None:
+        del columns[3]
+    return Table.of("Forecast: time for equal work, noPR = 1, less is better", plans, columns)
 
 
-def advice(plans: list[Option], bound: int) -> str:
-    """The recommendation, for the default limit on overtaking, or the first one planned.
+def advice(plans: Sequence[Option], bound: int) -> str:
+    """The recommendation: the smallest overlap that no larger one beats by ``WORTH``.
 
     Args:
         bound: ``max_staleness``.
     """
-    base = plans[0].forecast.trained_tokens_per_s
     if bound > TESTED_BOUND:
         return f"nothing to recommend: learning was tested up to max_staleness={TESTED_BOUND} (docs/learning.md)"
-    policy = SchedulingPolicy.BOUNDED
-    options = [plan for plan in plans[1:] if plan.policy == policy and plan.overlap <= TESTED_OVERLAP]
-    if not options:
-        tested = f"{policy} up to {TESTED_OVERLAP:g}"
-        return f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested ({tested})"
-    limits = [plan.overtake for plan in options]
-    overtake = None if None in limits else limits[0]
-    rows = {plan.overlap: plan for plan in options if plan.overtake == overtake}
-    speeds = [(0.0, base), *((overlap, plan.forecast.trained_tokens_per_s) for overlap, plan in rows.items())]
-    overlap = smallest_worthwhile(speeds, MIN_GAIN)
-    if overlap not in rows:
-        return f"recommended: partial_rollout.enable=False; the smallest overlap planned gains less than {MIN_GAIN:.0%}"
-    found = rows[overlap].forecast
-    limit = "" if overtake is None else f", scheduling.overtake={overtake:g}"
-    largest = "the largest planned whose learning was tested" if overlap == max(rows) else None
-    why = largest or f"the next one gains less than {MIN_GAIN:.0%}"
+    tested = [plan for plan in plans if plan.overlap <= TESTED_OVERLAP]
+    if len(tested) < 2:
+        return (
+            f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested "
+            f"(up to {TESTED_OVERLAP:g})"
+        )
+    enough = min(plan.time for plan in tested) / (1 - WORTH)
+    found = next(plan for plan in tested if plan.time <= enough)
+    what = "rollout" if found.step is None else "step"
+    if not found.overlap:
+        return f"recommended: noPR (partial_rollout.enable=False); PR saves less than {WORTH:.0%} of the {what} time"
+    largest = "it is the largest of --overlaps whose learning was tested"
+    why = largest if found is tested[-1] else f"a larger one saves less than {WORTH:.0%} of that"
     return (
-        f"recommended: partial_rollout.overlap={overlap:g} with scheduling.policy={policy}{limit}, max_staleness={bound}: "
-        f"rollout {found.trained_tokens_per_s / base:.2f} x noPR; {why}. It costs mean staleness "
-        f"{found.staleness_mean:.2f}: the reward comes about as many steps later, once; let the learning rate decay "
-        "if it is near the highest that noPR holds (docs/learning.md)"
+        f"recommended: partial_rollout.overlap={found.overlap:g}, max_staleness={bound}: {found.time:.2f} of noPR's {what} "
+        f"time; {why}. The price is a mean staleness of {found.forecast.staleness_mean:.2f}: the reward comes about as "
+        "many steps later, once. Let the learning rate decay if it is near the highest that noPR holds (docs/learning.md)"
     )

@@ -110,6 +110,15 @@ class RunRecord:
         return max([trained, *(phase.end for phase in self.phases if phase.step == last.number)])
 
     @property
+    def later_steps(self) -> list[Step]:
+        """Steps without the first, in which the engine compiles; all if there is one only."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def calls_after_first_step(self) -> CallColumns:
+        return CallColumns.joined(step.round.phase.calls for step in self.later_steps)
+
+    @property
     def calls(self) -> CallColumns:
         """Engine calls of all rounds; joined anew each time."""
         return CallColumns.joined(round_.phase.calls for round_ in self.rounds)

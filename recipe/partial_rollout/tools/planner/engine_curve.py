@@ -24,7 +24,13 @@ _FEWEST_READ = 0.1
 """share of the decoded tokens; if fewer were prefilled again, they show other costs of resumption, not that of prefill"""
 _TINY_S = 1e-9
 """least duration of a step"""
-
+_FEWEST_CALLS = 16
+_LEAST_RISE = 1.5
+"""load of the busiest twentieth of the calls over that of the quietest; below, speed under other loads is a guess"""
+_LEAST_SHARE = 0.01
+"""of a step's time that its fixed cost takes, and that its samples take"""
+_MOST_OFF = 0.5
+"""median relative error of a fit: beyond it the calls do not follow a curve of this form"""
 
 _Cost = Annotated[float, Meta(ge=0)]
 
@@ -78,14 +84,14 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
     is not separated from the other terms; nor is that of contexts if a resumed call does not note its context.
 
     Raises:
-        ValueError: there are fewer than two calls, or all of them ran beside equally many others.
+        ValueError: the calls do not determine a curve; says what was fitted, why it cannot be trusted, and what to do.
     """
     columns = CallColumns.joined([calls])
     ran = (columns.column("tokens") > 0) & (columns.column("end") > columns.column("busy_from"))
     replica = np.where(ran, columns.column("replica"), -1)
     spans = [_Spans(CallColumns.of(columns.table[replica == each])) for each in np.unique(replica[ran])]
-    if sum(span.tokens.size for span in spans) < 2:
-        raise ValueError("fewer than two engine calls that decoded anything")
+    if (count := int(ran.sum())) < _FEWEST_CALLS:
+        raise _degenerate(f"{count} engine calls that decoded anything", f"at least {_FEWEST_CALLS} are needed")
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
@@ -99,10 +105,10 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
         running, contexts = (
             np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
         )
-        if np.ptp(running) < 1e-9:
-            raise ValueError(
-                f"all engine calls ran beside {running[0]:g} samples: the curve has no slope to be read off"
-            )
+        quiet, busy = np.percentile(running, [5, 95])
+        if busy < _LEAST_RISE * quiet:
+            fitted = f"{count} engine calls, nearly all beside {quiet:.0f} to {busy:.0f} samples"
+            raise _degenerate(fitted, "they do not show the speed under other loads")
         # The duration of each step varies independently, by a share of itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
         columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
@@ -110,7 +116,19 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
         curve = EngineCurve(max(step_s, _TINY_S), sample_s, context_s, prefill_s)
         off = np.abs(seconds / (columns @ np.array([curve.step_s, sample_s, context_s, prefill_s])) - 1)
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
+    fitted = f"{count} engine calls: a step of {curve.step_s:.2g} s + {curve.sample_s:.2g} s a sample"
+    if (half := float(np.median(off))) > _MOST_OFF:
+        raise _degenerate(fitted, f"half of them took over {half:.0%} more or less than that")
+    fixed = curve.step_s / float(np.median(curve.step_s + curve.sample_s * running + curve.context_s * contexts))
+    if not _LEAST_SHARE < fixed < 1 - _LEAST_SHARE:
+        raise _degenerate(
+            fitted, f"a full engine would be no {'slower' if fixed > 0.5 else 'faster'} than one sample alone"
+        )
     return curve
+
+
+def _degenerate(fitted: str, why: str) -> ValueError:
+    return ValueError(f"no engine curve from {fitted}; {why}. Give --run a longer noPR run of this job, or --curve")
 
 
 class _Spans:

@@ -1,4 +1,4 @@
-"""Plays rounds of colocated partial rollout, and forecasts their cost in the long run.
+"""Play rounds of colocated partial rollout, and forecast their cost in the long run.
 
 The real ``PromptsManager`` decides, and knows which version made which tokens; a model of the engine decodes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,10 +32,6 @@ class SimulatedRound:
     """int [g, n], tokens"""
     staleness: np.ndarray
     """int [g, n], versions since the first token of each"""
-    on_policy_tokens: int
-    """tokens that the version made from which the batch trains"""
-    token_ages: int
-    """sum over the tokens of the versions between each token's own and the one that trains it"""
 
     @property
     def tokens(self) -> int:
@@ -100,13 +96,10 @@ class Simulation:
         self._trained += len(taken)
         self._version += 1
         batch = [group.outputs for group in taken]
-        versions = np.concatenate([output.versions for outputs in batch for output in outputs])
         return SimulatedRound(
             seconds=self._now,
             lengths=np.array([[output.response_length for output in outputs] for outputs in batch]),
             staleness=np.array([[output.staleness(version) for output in outputs] for outputs in batch]),
-            on_policy_tokens=int((versions == version).sum()),
-            token_ages=int((version - versions).sum()),
         )
 
     def _begin(self) -> None:
@@ -167,13 +160,13 @@ class Simulation:
         self._manager.finish(sample_id, output)
 
 
-_FIRST = 5
-"""first rounds whose lengths a forecast reports; later rounds have no bias"""
+_ROUNDS = 24
+"""of a forecast, after those in which the window fills"""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Figures of one schedule, over the rounds after those that fill the window unless a field says otherwise."""
+    """Figures of one schedule, once its window is full."""
 
     round_s: float
     """mean"""
@@ -181,57 +174,20 @@ class Forecast:
     staleness_mean: float
     """versions, over trained samples"""
     staleness_p95: float
-    staleness_max: int
-    """versions, over all rounds"""
-    token_age_mean: float
-    """versions between a trained token's own and the one that trains it; long samples count with all their tokens"""
-    off_policy_fraction: float
-    """share of the trained tokens that older weights made"""
-    first_length: float
-    """mean length trained in the first rounds over that of as many groups in dispatch order"""
 
 
 def forecast(
-    settings: PartialRolloutConfig,
-    cluster: Cluster,
-    lengths: LengthTrace,
-    *,
-    rounds: int = 24,
+    settings: PartialRolloutConfig, cluster: Cluster, lengths: LengthTrace, *, rounds: int = _ROUNDS
 ) -> Forecast:
     """The forecast of ``rounds`` rounds after those in which the window fills."""
     filling = 2 + math.ceil(2 * settings.overlap)
-    simulation = Simulation(settings, cluster, lengths)
-    played = list(simulation.rounds(filling + max(rounds, _FIRST)))
-    first = np.concatenate([round_.lengths for round_ in played[:_FIRST]])
-    steady = played[filling:]
+    steady = list(Simulation(settings, cluster, lengths).rounds(filling + rounds))[filling:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.tokens for r in steady)
     staleness = spread(np.concatenate([r.staleness.ravel() for r in steady]))
     assert staleness is not None
-    return Forecast(
-        round_s=seconds / len(steady),
-        trained_tokens_per_s=tokens / seconds,
-        staleness_mean=staleness.mean,
-        staleness_p95=staleness.p95,
-        staleness_max=max(int(r.staleness.max()) for r in played),
-        token_age_mean=sum(r.token_ages for r in steady) / tokens,
-        off_policy_fraction=1 - sum(r.on_policy_tokens for r in steady) / tokens,
-        first_length=float(first.mean() / np.array(simulation.dispatched[: len(first)]).mean()),
-    )
+    return Forecast(seconds / len(steady), tokens / seconds, staleness.mean, staleness.p95)
 
 
 def baseline(settings: PartialRolloutConfig) -> PartialRolloutConfig:
     """noPR with the sizes of ``settings``: every round waits for its slowest sample."""
     return replace(settings, mode=Mode.WINDOW, overlap=0.0, max_staleness=0, scheduling=Scheduling())
-
-
-def smallest_worthwhile(speeds: Sequence[tuple[float, float]], min_gain: float) -> float:
-    """The smallest overlap whose next larger one gains too little to be worth its staleness; else the largest.
-
-    Args:
-        speeds: (overlap, tokens/s), ascending by overlap.
-        min_gain: share of speed that the next larger overlap must gain.
-    """
-    for (overlap, speed), (_, faster) in itertools.pairwise(speeds):
-        if faster < speed * (1 + min_gain):
-            return overlap
-    return speeds[-1][0]
