@@ -16,7 +16,6 @@ from recipe.partial_rollout.tasks.trace_task.prepare import write_model
 from recipe.partial_rollout.tools.accept import checks, command
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
-from recipe.partial_rollout.tools.check.memory import DeviceMemory, check_memory, named
 
 BUDGETS = [5, 9]
 FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"
@@ -123,18 +122,12 @@ def test_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):
         assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
 
 
-def test_both_shapes_fit_one_device_and_their_config_passes_the_checks(resolved_config, tmp_path):
+def test_config_of_both_shapes_passes_the_checks(resolved_config, tmp_path):
     task = tmp_path / "task"
     assert prepare(["--out", str(task), "--shape", "tiny", "--rows", "40", "--vocabulary", "500"]) == 0
-    for shape, name in (("0.6b", "Qwen3-0.6B"), ("4b", "Qwen3-4B")):
+    for shape in ("0.6b", "4b"):
         config = resolved_config("accept_cuda", f"accept.dir={tmp_path}", *command._OF_SHAPE.get(shape, ()))
         assert check_config(config).enable and config.actor_rollout_ref.actor.optim.lr == 0
-        memory = DeviceMemory.of(config, named(name))
-        check_memory(config, memory)
-    unfitted = resolved_config("accept_cuda", f"accept.dir={tmp_path}")
-    with pytest.raises(ValueError, match="model_dtype=bf16"):
-        unfitted.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 32_768
-        check_memory(unfitted, DeviceMemory.of(unfitted, named("Qwen3-4B")))
 
 
 def test_median_at_the_cap_is_refused(tmp_path, capsys):

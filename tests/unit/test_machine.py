@@ -10,6 +10,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers import Qwen3Config
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs, rules
@@ -19,7 +20,7 @@ from recipe.partial_rollout.preflight.rules import RULES
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, lacks
-from recipe.partial_rollout.tools.check.memory import DeviceMemory, check_memory, named
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize
 from verl_ext import command
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
@@ -126,8 +127,17 @@ def problems(config, *arguments):
     return [str(error) for error in lacks(config, *arguments)]
 
 
-def memory_of(config):
-    return DeviceMemory.of(config, named(str(config.actor_rollout_ref.model.path)))
+@pytest.fixture(scope="module")
+def model_4b(tmp_path_factory):
+    """The config of Qwen3-4B, without weights."""
+    sizes = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151_936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+    path = tmp_path_factory.mktemp("models") / "any name"
+    Qwen3Config(**sizes, **heads).save_pretrained(path)
+    return f"actor_rollout_ref.model.path='{path}'"
+
+
+SIZE_4B = ModelSize(4_022_468_096, 4_022_468_096, 151_936)
 
 
 @pytest.fixture
@@ -231,15 +241,14 @@ def test_ray_needs_three_cpus_a_trainer_two_an_engine_and_one(build, overrides, 
 
 def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, looks_like_a_gpu, monkeypatch, tmp_path):
     config = build("experiment=gsm8k_8gpu_4b", f"recipe.out={tmp_path}/out")
-    shape = named(str(config.actor_rollout_ref.model.path)).parameters
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 16)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
-    cpus, disk = problems(config, shape)
+    cpus, disk = problems(config, SIZE_4B)
     assert "25 CPUs for Ray, which has 16" in cpus
     assert f"100 GiB free for trainer.default_local_dir={tmp_path}/out/pr: 135 GiB for 3 checkpoints of 45.0" in disk
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
-    assert not problems(config, shape)
+    assert not problems(config, SIZE_4B)
 
 
 def test_run_is_refused_on_a_device_that_the_machines_check_refuses(build, looks_like_a_gpu, monkeypatch):
@@ -264,29 +273,77 @@ def test_machine_that_will_not_train_is_not_asked(build, looks_like_a_gpu, monke
     assert not problems(config, None)
 
 
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+LORA = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=all-linear")
+GPUS = "trainer.n_gpus_per_node={}".format
+
+
+def test_size_is_read_from_the_models_own_config_with_adapters_apart(build, model_4b):
+    assert ModelSize.of(build(model_4b)) == SIZE_4B
+    lora = ModelSize.of(build(model_4b, *LORA))
+    # Rank 32, in and out of each of seven matrices a layer.
+    assert lora.trained == 36 * 32 * ((2560 + 4096) * 2 + (2560 + 1024) * 2 + (2560 + 9728) * 3)
+    assert lora.parameters == SIZE_4B.parameters + lora.trained
+    assert ModelSize.of(build("actor_rollout_ref.model.path=/nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "moment", "addends"),
+    [
+        ((), "update", {"weights": 7.5, "gradients": 7.5, "Adam": 15.0}),
+        ((), "wake", {"engine": 56.0, "weights": 7.5, "Adam": 15.0}),
+        ((GPUS(8),), "wake", {"engine": 56.0, "weights": 1.9, "Adam": 3.7}),
+        # The shards of two devices each, whole on every pair.
+        ((GPUS(8), f"{FSDP}.fsdp_size=2"), "wake", {"engine": 56.0, "weights": 7.5, "Adam": 15.0}),
+        ((f"{FSDP}.model_dtype=bf16",), "wake", {"engine": 56.0, "weights": 3.7, "Adam": 7.5}),
+        # Offloaded state is on the device at the update, and not when the engine wakes.
+        ((f"{FSDP}.optimizer_offload=True",), "update", {"weights": 7.5, "gradients": 7.5, "Adam": 15.0}),
+        ((f"{FSDP}.optimizer_offload=True",), "wake", {"engine": 56.0, "weights": 7.5}),
+        ((f"{FSDP}.param_offload=True",), "wake", {"engine": 56.0, "Adam": 15.0}),
+        ((f"{FSDP}.offload_policy=True",), "update", {"weights": 0.0, "gradients": 0.0, "Adam": 0.0}),
+        (LORA, "update", {"weights": 7.6, "gradients": 0.1, "Adam": 0.2}),
+        # vLLM's share is of the whole device, however many hold a replica.
+        ((f"{ROLLOUT}.tensor_model_parallel_size=2",), "wake", {"engine": 56.0}),
+        ((f"{ROLLOUT}.gpu_memory_utilization=0.5",), "wake", {"engine": 40.0}),
+        ((GPUS(8), *KEEP), "update", {"engine": 56.0, "weights": 1.9}),
+        (SEPARATE, "wake", {}),
+    ],
+)
+def test_sums_follow_verls_keys(build, model_4b, overrides, moment, addends):
+    config = build("experiment=gsm8k_8gpu_4b", model_4b, GPUS(2), *overrides)
+    found = getattr(DeviceMemory.of(config, ModelSize.of(config)), moment)
+    assert {name: round(found[name], 1) for name in addends} == addends
+    gone = {"param": "weights", "optimizer": "Adam"}
+    for key, name in gone.items():
+        if f"{FSDP}.{key}_offload=True" in overrides and moment == "wake":
+            assert name not in found
+    assert bool(found) == bool(addends)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (KEEP, r"gpu_memory_utilization=0.7: at most 0.66 with rollout.free_cache_engine=False"),
-        ((*KEEP, PADDED), r"gpu_memory_utilization=0.7: at most 0.6 with"),
+        ((*KEEP,), r"gpu_memory_utilization=0.7: at most 0.66, or rollout.free_cache_engine=True: an update takes "),
+        ((*KEEP, PADDED), r"gpu_memory_utilization=0.7: at most 0.6, or"),
         ((*KEEP, f"{ROLLOUT}.gpu_memory_utilization=0.35"), None),
         ((), None),
+        ((GPUS(2), f"{ROLLOUT}.gpu_memory_utilization=0.5"), None),
         (
-            ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"),
+            (GPUS(1), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"),
             r"ppo_max_token_len_per_gpu=32768: fewer tokens, more devices, or actor.fsdp",
         ),
+        (
+            (GPUS(2),),
+            r"gpu_memory_utilization=0.7: at most 0.69, or actor.fsdp_config.optimizer_offload=True: when the engine wakes "
+            r"it takes 80.5 GiB of 80 a device \(engine 56.0, weights 7.5, Adam 15.0, CUDA and NCCL 2.0\)",
+        ),
     ],
-    ids=["engine that does not sleep", "padded logits", "smaller engine", "engine that sleeps", "update alone"],
+    ids=["engine awake", "padded logits", "smaller engine", "eight", "two", "update alone", "engine that wakes"],
 )
-def test_engine_and_update_must_fit_a_device(build, overrides, message):
+def test_update_and_waking_engine_must_fit_a_device(build, overrides, message):
     config = build("experiment=gsm8k_8gpu_4b", *overrides)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_memory(config, memory_of(config))
-
-
-def test_engines_weights_are_counted_in_the_type_that_vllm_knows_by_two_names(build):
-    sizes = [memory_of(build(f"{ROLLOUT}.dtype={dtype}")).engine_weights for dtype in ("float", "float32", "bfloat16")]
-    assert sizes[0] == sizes[1] == 2 * sizes[2]
+        DeviceMemory.of(config, SIZE_4B).check(config)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from recipe.partial_rollout.preflight.settings_check import check_settings
 from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, missing
-from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelShape, check_memory, checkpoint_gib, shape_of
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, checkpoint_gib, in_words
 from recipe.partial_rollout.tools.command_line import Parser, typed
 
 MISSING = 3
@@ -97,12 +97,13 @@ def check_run(config: DictConfig) -> Iterator[Finding]:
     find_tools(config)
     lacking = list(map(missing, missing_inputs(config)))
     prompts = None if lacking else _check_contents(config)
-    shape = shape_of(config)
+    size = ModelSize.of(config)
     lacking += map(missing, missing_packages(config))
-    lacking += machine.lacks(config, shape.parameters if shape else None)
-    memory = DeviceMemory.of(config, shape) if shape else None
-    check_memory(config, memory)
-    yield from plan(config, settings, shape, memory, prompts)
+    lacking += machine.lacks(config, size)
+    memory = DeviceMemory.of(config, size)
+    if memory:
+        memory.check(config)
+    yield from plan(config, settings, size, memory, prompts)
     yield from lacking
 
 
@@ -150,14 +151,14 @@ def _check_contents(config: DictConfig) -> str:
 def plan(
     config: DictConfig,
     settings: PartialRolloutConfig,
-    shape: ModelShape | None,
+    model: ModelSize | None,
     memory: DeviceMemory | None,
     prompts: str | None,
 ) -> Iterator[Finding]:
     """What the run will be; what is None is not known, and left out."""
     trainer, data = config.trainer, config.data
     yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
-    size = f"{shape.parameters / 1e6:,.1f} M parameters" if shape else "size not known: no config.json of a dense model"
+    size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
     yield Finding("model", f"{config.actor_rollout_ref.model.path}: {size}")
     replicas = max(1, (engine_devices(config) or trainer_devices(config)) // replica_devices(config))
     yield Finding("devices", f"{_devices(config, replicas)}; {cpus_for_ray(config)} CPUs for Ray")
@@ -167,12 +168,13 @@ def plan(
         yield Finding("prompts", prompts)
     samples = _in_flight(config, settings)
     yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
-    if memory:
-        yield from _memory(config, memory)
+    for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
+        if taken:
+            yield Finding(name, in_words(taken, config.recipe.gpu_gib))
     yield Finding("reads", f"{data.train_files}, {data.val_files}")
     saved = "no checkpoints"
     if trainer.save_freq > 0:
-        size = f" of {checkpoint_gib(config, shape.parameters):.1f} GiB" if shape else ""
+        size = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
         at_once = machine.checkpoints_at_once(config)
         saved = f"a checkpoint every {trainer.save_freq} steps{size}, {at_once} at once"
     logger = OmegaConf.to_container(trainer.logger) if OmegaConf.is_list(trainer.logger) else trainer.logger
@@ -208,26 +210,3 @@ def _in_flight(config: DictConfig, settings: PartialRolloutConfig) -> int:
     if config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
         samples += int(samples * config.trainer.v1.colocate_async.num_warmup_batches)
     return samples
-
-
-def _memory(config: DictConfig, memory: DeviceMemory) -> Iterator[Finding]:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if str(actor.strategy).startswith("fsdp"):
-        offloaded = [name for name in ("param", "optimizer") if actor.fsdp_config[f"{name}_offload"]]
-        where = f" ({' and '.join(offloaded)} offloaded between updates)" if offloaded else ""
-        yield Finding(
-            "trainer",
-            f"per device {memory.trainer:.1f} GiB at an update{where}: weights {memory.weights:.1f}, gradients "
-            f"{memory.weights:.1f}, Adam {2 * memory.weights:.1f}; logits of {actor.ppo_max_token_len_per_gpu:,} tokens "
-            f"{memory.logits:.1f} GiB with their gradient",
-        )
-    if memory.engine is None or memory.kv_tokens is None:
-        yield Finding("engine", f"per device weights {memory.engine_weights:.2g} GiB")
-        return
-    full = memory.kv_tokens / (rollout.prompt_length + rollout.response_length)
-    yield Finding(
-        "engine",
-        f"per device {memory.engine:.0f} GiB (gpu_memory_utilization={rollout.gpu_memory_utilization:g} of "
-        f"recipe.gpu_gib={config.recipe.gpu_gib:g}): weights {memory.engine_weights:.1f}, the rest at most "
-        f"{memory.kv_tokens:,} tokens of KV a replica, {full:,.0f} samples of full length",
-    )

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cluster, reach_hub
-from recipe.partial_rollout.tools.check.memory import GIB, QWEN3, STATE, checkpoint_gib
+from recipe.partial_rollout.tools.check.memory import GIB, STATE, ModelSize, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
 from verl_ext.guard import (
@@ -271,10 +271,11 @@ def cpus(devices: int) -> Finding:
 def disk() -> Finding:
     """Room for checkpoints where runs write by default."""
     free = free_disk_gib(Path("outputs"))
-    gib = {name: QWEN3[name].parameters * 4 * STATE / GIB for name in ("0.6B", "4B")}
-    sizes = ", ".join(f"{each:.0f} GiB for Qwen3-{name}" for name, each in gib.items())
-    remedy = "" if free >= 3 * gib["0.6B"] else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
-    return Finding("disk", f"{free:.0f} GiB free for outputs; a checkpoint takes {sizes}", remedy)
+    # Weights and moments in float32.
+    billion = 1e9 * 4 * STATE / GIB
+    remedy = "" if free >= 2 * billion else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
+    said = f"{free:.0f} GiB free for outputs; a checkpoint takes {billion:.0f} GiB a billion parameters"
+    return Finding("disk", said, remedy)
 
 
 def hub() -> Finding:
@@ -309,7 +310,7 @@ def free_disk_gib(directory: Path) -> float:
     return shutil.disk_usage(existing).free / GIB
 
 
-def lacks(config: DictConfig, parameters: int | None) -> Iterator[Finding]:
+def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     """What this machine lacks for a run, if it is the one that will train.
 
     It is not where a Ray cluster is joined, or where the devices are GPUs and it has none.
@@ -327,9 +328,9 @@ def lacks(config: DictConfig, parameters: int | None) -> Iterator[Finding]:
         check_cluster(config, {"CPU": cpus, "GPU": math.inf})
     except ConfigError as error:
         yield missing(error)
-    if trainer.save_freq <= 0 or parameters is None:
+    if trainer.save_freq <= 0 or size is None:
         return
-    directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, parameters)
+    directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, size)
     count, free = checkpoints_at_once(config), free_disk_gib(directory)
     if free < each * count:
         said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
