@@ -65,7 +65,7 @@ def no_garbage():
 
 def build_prompts(count, *, start=0):
     numbers = range(start, start + count)
-    return [Prompt(f"0/{i}", {"raw_prompt": [{"role": "user", "content": str(i)}]}) for i in numbers]
+    return [Prompt(f"0/{i}", {"index": i, "raw_prompt": [{"role": "user", "content": str(i)}]}) for i in numbers]
 
 
 def build_segment(length=3):

@@ -1,8 +1,8 @@
 """Random lives of the manager: whatever happens, nothing is lost, repeated, too stale or changed by a token.
 
-Workers come and go, samples end, fail or leave whenever they like; each batch stops the round (colocated placement) or lets
-it run on (separate); the run checkpoints, crashes, and resumes. A plain model says what must hold, and the audit judges the
-log that the driver would keep. 2,000 sequences by default; for a night's worth
+Under any order of samples workers come and go, samples end, fail or leave whenever they like; each batch stops the round
+(colocated placement) or lets it run on (separate); the run checkpoints, crashes, and resumes. A plain model says
+what must hold, and the audit judges the log that the driver would keep. 2,000 sequences by default; for a night's worth
 ``PARTIAL_ROLLOUT_SEQUENCES=100000 python -m pytest --timeout 0 tests/unit/test_manager_life.py``.
 """
 
@@ -32,6 +32,7 @@ from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import GroupState, Progress, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.run_log import Ended, RolloutPhase, Round, RunLog, TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
+from tests.unit import orders
 from tests.unit.runs import pr_settings
 from tests.unit.shared import output_of, settings_of, state_of
 
@@ -41,6 +42,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """for the logs, each of which is synced to its disk"""
 PICK = st.integers(0, 2**20)
 OVERTAKE = st.sampled_from([None, 0.0, 0.34, 1.0, 2.5])
+POLICIES = st.sampled_from([*SchedulingPolicy, *(f"{orders.__name__}.{order.__name__}" for order in orders.SOUND)])
 SIZES = st.fixed_dictionaries(
     {
         "mode": st.sampled_from(Mode),
@@ -127,7 +129,7 @@ class ManagerLife(RuleBasedStateMachine):
 
     manager = None
 
-    @initialize(policy=st.sampled_from(SchedulingPolicy), overtake=OVERTAKE, sizes=SIZES)
+    @initialize(policy=POLICIES, overtake=OVERTAKE, sizes=SIZES)
     def begin(self, policy, overtake, sizes):
         sizes = SimpleNamespace(**sizes)
         self.batch, self.n, self.scheduling = sizes.batch, sizes.n, Scheduling(policy, overtake)
@@ -453,8 +455,8 @@ class ManagerLife(RuleBasedStateMachine):
         elif positions is not None:
             overtaken = min((i for i in left if i not in orders), default=max(orders))
             assert max(orders) - overtaken <= positions
-        births = [group.birth for group in self.manager.groups.by_order.values() if group.birth is not None]
-        assert births == sorted(births), "dispatch order is the order of birth"
+        births = [(group.birth, group.order) for group in (*taken, *self.manager.groups.ready_queue)]
+        assert births == sorted(births), "the oldest groups are trained first"
 
     @precondition(lambda self: self.model.taken)
     @rule()
@@ -532,7 +534,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.checkpoints.append((data, self.model.copy_without_owners()))
 
     @precondition(lambda self: self.checkpoints)
-    @rule(pick=PICK, scheduling=st.none() | st.builds(Scheduling, st.sampled_from(SchedulingPolicy), OVERTAKE))
+    @rule(pick=PICK, scheduling=st.none() | st.builds(Scheduling, POLICIES, OVERTAKE))
     def crash_and_restore(self, pick, scheduling=None):
         """Under another policy, if one is given."""
         self.scheduling = scheduling or self.scheduling
@@ -599,6 +601,10 @@ class ManagerLife(RuleBasedStateMachine):
         assert counted == groups.kept - self.batch * self.model.version
         assert counted == groups.in_flight + self.with_the_trainer()
         assert counted <= (1 + self.max_staleness) * self.batch
+
+    @invariant()
+    def no_key_fails(self):
+        assert self.manager.slots.queue.problem is None
 
     @invariant()
     def slots_are_respected(self):

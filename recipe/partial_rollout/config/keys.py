@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -58,6 +59,8 @@ Positive = Annotated[float, Meta(gt=0, le=FINITE)]
 Whole = Annotated[int, Meta(ge=0)]
 FromOne = Annotated[int, Meta(ge=1)]
 """kinds of numbers"""
+ImportPath = Annotated[str, Meta(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
+"""a module and a name in it, joined by a dot"""
 LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
@@ -159,18 +162,21 @@ def checked(path: str, value: Any, declared: Key) -> Any:
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
     if declared.kind is bool:
         given = _FLAGS.get(str(value).lower(), value)
-    try:
-        return msgspec.convert(given, declared.kind)
-    except msgspec.ValidationError:
-        words = allowed(type_info(declared.kind), "seconds" if path.endswith("_s") else "a number")
-        raise fail(path, value, words + (", or null" if declared.null else "")) from None
+    # One after the other: msgspec refuses a union of an enum's words and other text.
+    kinds = get_args(declared.kind) if get_origin(declared.kind) in (Union, UnionType) else (declared.kind,)
+    for kind in kinds:
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(given, kind)
+    number = "seconds" if path.endswith("_s") else "a number"
+    words = ", or ".join(allowed(type_info(kind), number) for kind in kinds)
+    raise fail(path, value, words + (", or null" if declared.null else ""))
 
 
 def allowed(kind: inspect.Type, number: str = "a number") -> str:
-    """The values of a ``kind`` in words; ``number`` is what they call one that need not be whole."""
+    """Describe the values of a ``kind``; ``number`` stands for one that need not be whole."""
     match kind:
-        case inspect.UnionType():
-            return ", or ".join(allowed(each, number) for each in kind.types)
+        case inspect.StrType():
+            return "the import path of a function, such as my_package.my_module.my_order"
         case inspect.NoneType():
             return "null"
         case inspect.BoolType():

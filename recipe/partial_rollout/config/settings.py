@@ -16,7 +16,18 @@ from hydra.core.config_store import ConfigStore
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.partial_rollout.config.keys import FINITE, FromOne, Positive, Whole, defaults_of, fail, key, read, section
+from recipe.partial_rollout.config.keys import (
+    FINITE,
+    FromOne,
+    ImportPath,
+    Positive,
+    Whole,
+    defaults_of,
+    fail,
+    key,
+    read,
+    section,
+)
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 """the directory of the hydra configs"""
@@ -118,7 +129,11 @@ def whole(groups: float) -> int:
 class Scheduling:
     """``partial_rollout.scheduling``."""
 
-    policy: SchedulingPolicy = key(SchedulingPolicy.BOUNDED, "Which sample runs next.")
+    policy: SchedulingPolicy | ImportPath = key(
+        SchedulingPolicy.BOUNDED,
+        "Which sample runs next: a word, or the import path of an order of your own. "
+        "[docs/extending.md](../../docs/extending.md#an-order) has one.",
+    )
     overtake: Annotated[float, Meta(ge=0, le=FINITE)] | None = key(
         None,
         "How far a group may overtake an older one, as a share of N: a group is trained at most `floor(overtake * N)` "

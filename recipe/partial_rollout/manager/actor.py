@@ -27,6 +27,7 @@ from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
+from recipe.partial_rollout.manager.scheduling import POLICY
 from recipe.partial_rollout.manager.types import (
     Grant,
     Prompt,
@@ -76,6 +77,7 @@ class ManagerActor:
         """when a sample last reported or an engine made a token"""
         self._store = store
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
+        self._policy = settings.scheduling.policy
         self._retries = 0
         """failed samples that wait for their retry"""
         self._errors = FirstErrors()
@@ -99,6 +101,8 @@ class ManagerActor:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def _raise_failure(self) -> None:
+        if self._failure is None and (problem := self._manager.slots.queue.problem) is not None:
+            self._failure = f"{POLICY}={self._policy}: {problem}"
         if self._failure is not None:
             raise RolloutFailedError(self._failure)
 

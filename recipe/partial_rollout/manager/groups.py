@@ -143,7 +143,7 @@ class Groups:
     births: Counter[int | None] = field(default_factory=Counter)
     """number of groups in flight by birth version; under None, the number of WAITING ones"""
     ready_queue: list[PromptGroup] = field(default_factory=list)
-    """READY groups in dispatch order, which is the order of birth, and in which they are trained"""
+    """READY groups, oldest first and else in dispatch order: the order in which they are trained"""
     trained: dict[int, int] = field(default_factory=dict)
     """response tokens of the trained groups that one in flight was dispatched before, by dispatch order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
@@ -180,9 +180,7 @@ class Groups:
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:
-        """WAITING -> ACTIVE: its first sample starts under the weights of ``version``; groups start in dispatch order."""
-        before = self.by_order.get(group.order - 1)
-        assert before is None or before.state is not GroupState.WAITING, f"{group.uid} starts before {before.uid}"
+        """WAITING -> ACTIVE: its first sample starts under the weights of ``version``."""
         self._move(group, GroupState.ACTIVE)
         group.birth = version
         self._no_longer(None)
@@ -202,7 +200,7 @@ class Groups:
         outputs = group.outputs
         group.drop_outputs()
         group.stored = self.put(outputs)
-        insort(self.ready_queue, group, key=attrgetter("order"))
+        insort(self.ready_queue, group, key=attrgetter("birth", "order"))
 
     def filter(self, group: PromptGroup, value: float) -> None:
         """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""

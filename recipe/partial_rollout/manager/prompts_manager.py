@@ -30,7 +30,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.admission import Admission, in_time
 from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
-from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, priority_of
+from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, order_of
 from recipe.partial_rollout.manager.types import (
     Grant,
     GroupState,
@@ -102,7 +102,7 @@ class PromptsManager:
         self.counters = self.groups.counters
         self.reserve = Reserve()
         self.samples = Samples(self.counters, clock)
-        self.slots = Slots(ClaimQueue(priority_of(settings.scheduling, settings.batch_groups)), self.samples)
+        self.slots = Slots(ClaimQueue(order_of(settings.scheduling, settings.batch_groups)), self.samples)
         self._version_state = VersionState.CLOSED
         self.batch_taken = False
         """whether the trainer has got the batch of the present version"""

@@ -1,12 +1,17 @@
 """Which sample runs next, and where: the claim queue, and the slots of the workers.
 
-A policy is a sort key of a group (smaller first), made of its birth, its age and its distance from completion. Overdue
-groups, those at ``max_staleness``, come first whatever their key: they must finish in this round. Next come, by their key,
-samples whose conversation the worker holds, then all others.
+An order is a function of a group that returns a sort key, smaller first: one of ``SchedulingPolicy``, or a user's own. It
+may read what it likes and change at any time: ``ClaimQueue`` evaluates it when a sample is queued, when its group starts
+and when a sample of its group ends, and keeps the value in between. Three things stand above every key:
 
-``ClaimQueue`` has a heap of groups for each owner. An entry is a group's key; it is stale, and skipped, once the group has
-another key or no sample left there. So a claim costs O(log n). Once a version, when more groups become overdue, the heaps
-are made anew.
+1. Overdue groups, those at ``max_staleness``, come first: they must finish in this round.
+2. Samples whose conversation the worker holds come before all others of its choice.
+3. Where overtaking is limited, groups that have started come before prompts, which start in the order of the data.
+
+So no order can break the bound on staleness (``admission``), or keep a sample from being run.
+
+``ClaimQueue`` has a heap of groups for each owner. An entry is stale, and skipped, once the group has another entry or no
+sample left there. So a claim costs O(log n). Once a version, when more groups become overdue, the heaps are made anew.
 
 Workers share samples in proportion to their slots: a worker claims samples that any worker could run only until it has
 its fair share. While such a sample is left, some worker is below its share and has a free slot, or all slots are taken.
@@ -16,37 +21,140 @@ So once every worker has claimed, no slot stays free that could be filled.
 from __future__ import annotations
 
 import heapq
+import importlib
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, assert_never, cast
 
-from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
+from recipe.partial_rollout.config.keys import refusing
+from recipe.partial_rollout.config.settings import ROOT, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.groups import Samples
 from recipe.partial_rollout.manager.types import PromptGroup, Sample
+from recipe.partial_rollout.waits import one_line
 
-Key = tuple[float, ...]
+POLICY = f"{ROOT}.scheduling.policy"
 
 
-def get_scheduling_priority(group: PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED) -> Key:
+class QueuedGroup:
+    """A group as an order sees it: nothing can be changed through it."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: PromptGroup) -> None:
+        self._group = group
+
+    @property
+    def uid(self) -> str:
+        """``epoch/position`` of its prompt in the data."""
+        return self._group.uid
+
+    @property
+    def order(self) -> int:
+        """Position among all prompts of the run, from 0; ties between equal keys go by it."""
+        return self._group.order
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """Columns of its row of the dataset, such as ``raw_prompt`` and ``extra_info``."""
+        return MappingProxyType(self._group.prompt.row)
+
+    @property
+    def birth(self) -> int | None:
+        """Policy version under which its first sample started; None for a prompt that has not."""
+        return self._group.birth
+
+    @property
+    def samples(self) -> int:
+        """Number of its samples."""
+        return len(self._group.samples)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of its samples that have not finished."""
+        return self._group.unfinished
+
+    @property
+    def mean_finished_length(self) -> float:
+        """Mean response length of its finished samples, tokens; 1e9 if none has finished, which sorts last."""
+        return self._group.mean_finished_length
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all its samples so far; of those that run, as far as their workers have reported."""
+        return self._group.length
+
+
+Order = Callable[[QueuedGroup], Sequence[float] | float]
+"""smaller keys run first; numbers, or sequences of them"""
+Key = tuple[Any, ...]
+
+
+def get_scheduling_priority(
+    group: QueuedGroup | PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED
+) -> tuple[float, ...]:
     """Sort key of ``group``: of two groups with a claimable sample, the one with the smaller key runs first.
 
-    The key uses the number of unfinished samples, the mean length of the finished ones (tokens; 1e9 if none has
-    finished) and the birth version, which stands for staleness; ties go to dispatch order.
+    The key uses the number of unfinished samples, the mean length of the finished ones and the birth version, which
+    stands for staleness.
     """
     birth = math.inf if group.birth is None else group.birth
-    if policy is SchedulingPolicy.SEED:
-        # Ascending staleness is descending birth, so the order does not change as the version advances.
-        return (group.unfinished, group.mean_finished_length, -birth, group.order)
-    return (birth, group.unfinished, group.mean_finished_length, group.order)
+    match policy:
+        case SchedulingPolicy.BOUNDED:
+            return (birth, group.unfinished, group.mean_finished_length)
+        case SchedulingPolicy.SEED:
+            # Ascending staleness is descending birth, so the order does not change as the version advances.
+            return (group.unfinished, group.mean_finished_length, -birth)
+        case _:
+            assert_never(policy)
 
 
-def priority_of(scheduling: Scheduling, batch_groups: int) -> Callable[[PromptGroup], Key]:
-    """The key that ``scheduling`` asks for: the policy's, or dispatch order where prompts must be trained in it."""
-    if scheduling.positions(batch_groups) == 0:
-        return lambda group: (group.order,)
-    return partial(get_scheduling_priority, policy=scheduling.policy)
+def order_of(scheduling: Scheduling, batch_groups: int) -> Order:
+    """Return the order that ``scheduling`` asks for; ``batch_groups`` is N.
+
+    Raises:
+        ConfigError: ``scheduling.policy`` names a function that cannot be imported.
+    """
+    policy, positions = scheduling.policy, scheduling.positions(batch_groups)
+    if isinstance(policy, SchedulingPolicy):
+        order: Order = partial(get_scheduling_priority, policy=policy)
+    else:
+        order = _imported(policy)
+    if positions is None:
+        return order
+    if positions == 0:
+        return lambda group: ()
+    # A batch may be at most so many positions ahead of an unfinished group. Prompts that start out of turn would fill the
+    # window with groups that have to wait for the ones they left behind.
+    return lambda group: (True,) if group.birth is None else (False, *_numbers(order(group)))
+
+
+def _imported(path: str) -> Order:
+    module, _, name = path.rpartition(".")
+    with refusing(POLICY, path, "a function that can be imported"):
+        found: Any = getattr(importlib.import_module(module), name)
+        if not callable(found):
+            raise TypeError(f"{name} is a {type(found).__name__}, not a function")
+    return cast(Order, found)
+
+
+def _numbers(key: Any) -> Sequence[Any]:
+    """``key`` as a sequence of numbers that can be compared.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    numbers = key if isinstance(key, tuple | list) else (key,)
+    for number in numbers:
+        if not isinstance(number, Real):
+            raise TypeError(f"returned {key!r:.60}, not a number or a tuple of numbers")
+        if number != number:
+            raise ValueError(f"returned {key!r:.60}: nan has no place in an order")
+    return numbers
 
 
 class ClaimQueue:
@@ -68,41 +176,53 @@ class ClaimQueue:
     >>> queue.pop("w1", own_only=True) is None, queue.sizes[None]
     (True, 1)
 
+    An order that raises, or returns no numbers, breaks nothing here: its group is queued by the order of the data.
+    ``problem`` says so, and whoever waits for the manager ends the run by it.
+
     Args:
-        priority: a group's key; its last element is the group's ``order``.
+        order: gives a group's key; ties go to dispatch order.
     """
 
-    def __init__(self, priority: Callable[[PromptGroup], Key]) -> None:
-        self._priority = priority
+    def __init__(self, order: Order) -> None:
+        self._order = order
         self._overdue = -math.inf
         """groups born at this version, or before, come first"""
-        self._claimable: defaultdict[str | None, dict[float, deque[Sample]]] = defaultdict(dict)
+        self._claimable: defaultdict[str | None, dict[int, deque[Sample]]] = defaultdict(dict)
         """by owner, and by their group's ``order``"""
+        self._entries: defaultdict[str | None, dict[int, Key]] = defaultdict(dict)
+        """by owner and ``order``: the valid entry of each group with a claimable sample; its last element is ``order``"""
         self._heaps: defaultdict[str | None, list[Key]] = defaultdict(list)
-        """by owner: keys of its groups, and stale ones"""
+        """by owner: the entries of its groups, and stale ones"""
         self.sizes: Counter[str | None] = Counter()
         """by owner: number of samples; under None, of those that any worker can claim"""
+        self.problem: str | None = None
+        """the first failure of ``order``, in one line"""
 
     def push(self, sample: Sample) -> None:
         """Offer ``sample`` to its worker, or to all when it has none."""
         owner, group = sample.worker, sample.group
         self._claimable[owner].setdefault(group.order, deque()).append(sample)
         self.sizes[owner] += 1
-        heapq.heappush(self._heaps[owner], self._key(owner, group))
+        self._file(owner, group, self._key(group))
 
     def refresh(self, group: PromptGroup) -> None:
-        """Re-file ``group`` after its key has changed."""
-        for owner in {sample.worker for sample in group.samples}:
-            if group.order in self._claimable.get(owner, ()):
-                heapq.heappush(self._heaps[owner], self._key(owner, group))
+        """Re-file ``group`` after it has started, or one of its samples has ended."""
+        owners = [each for each in {s.worker for s in group.samples} if group.order in self._claimable.get(each, ())]
+        if owners:
+            key = self._key(group)
+            for owner in owners:
+                self._file(owner, group, key)
 
     def make_overdue(self, birth: float) -> None:
         """From here on groups born at version ``birth``, or before, come first."""
         if birth == self._overdue:
             return
         self._overdue = birth
-        for owner, held in self._claimable.items():
-            self._heaps[owner] = [self._key(owner, samples[0].group) for samples in held.values()]
+        for owner, claimable in self._claimable.items():
+            entries = self._entries[owner]
+            for order, samples in claimable.items():
+                entries[order] = self._entry(owner, samples[0].group, entries[order][2:])
+            self._heaps[owner] = list(entries.values())
             heapq.heapify(self._heaps[owner])
 
     def pop(self, worker: str, *, own_only: bool = False) -> Sample | None:
@@ -120,29 +240,40 @@ class ClaimQueue:
         sample = samples.popleft()
         self.sizes[owner] -= 1
         if not samples:
-            del self._claimable[owner][order]
+            del self._claimable[owner][order], self._entries[owner][order]
         return sample
 
     def forget(self, owner: str) -> None:
         """Withdraw every sample that only ``owner`` could claim."""
-        for by_owner in (self._claimable, self._heaps, self.sizes):
+        for by_owner in (self._claimable, self._entries, self._heaps, self.sizes):
             by_owner.pop(owner, None)
 
-    def _key(self, owner: str | None, group: PromptGroup) -> Key:
-        priority = self._priority(group)
+    def _key(self, group: PromptGroup) -> Key:
+        """The key of ``group`` by its present state; its last element is the group's ``order``."""
+        try:
+            key = _numbers(self._order(QueuedGroup(group)))
+        except Exception as error:
+            self.problem = self.problem or f"its key of group {group.uid}: {one_line(error)}"
+            key = ()
+        return (*key, group.order)
+
+    def _entry(self, owner: str | None, group: PromptGroup, key: Key) -> Key:
         if group.birth is not None and group.birth <= self._overdue:
-            return (0, group.birth, *priority)
+            return (0, group.birth, *key)
         # What a worker holds may hold places of the user's own, such as sandboxes, that new samples wait for.
-        return (1, owner is None, *priority)
+        return (1, owner is None, *key)
+
+    def _file(self, owner: str | None, group: PromptGroup, key: Key) -> None:
+        entry = self._entry(owner, group, key)
+        if self._entries[owner].get(group.order) != entry:
+            self._entries[owner][group.order] = entry
+            heapq.heappush(self._heaps[owner], entry)
 
     def _top(self, owner: str | None) -> Key | None:
-        heap, held = self._heaps[owner], self._claimable[owner]
-        while heap:
-            samples = held.get(heap[0][-1])
-            if samples and self._key(owner, samples[0].group) == heap[0]:
-                return heap[0]
+        heap, entries = self._heaps[owner], self._entries[owner]
+        while heap and entries.get(heap[0][-1]) != heap[0]:
             heapq.heappop(heap)
-        return None
+        return heap[0] if heap else None
 
 
 class Slots:

@@ -19,13 +19,18 @@ from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.reward_score import default_compute_score
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
-from recipe.partial_rollout.config.keys import fail, refusing
+from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, SchedulingPolicy
+from recipe.partial_rollout.manager.scheduling import POLICY, ClaimQueue, order_of
+from recipe.partial_rollout.manager.types import Prompt, PromptGroup, Sample
 from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.inputs import data_files
 from recipe.partial_rollout.preflight.user_code import agent_loops, is_verls_loop
+from recipe.partial_rollout.rollout.prompt_source import rows_of
 
 _TRAIN = "data.train_files"
 _KINDS = (".parquet", ".json", ".jsonl")
@@ -198,12 +203,33 @@ def prompt_lengths(config: DictConfig, tokenizer: Any, dataset: Sequence[Any], k
 
 
 def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
-    """Raise ``ConfigError`` for a column of ``dataset`` that a checkpoint cannot hold."""
-    if not config.partial_rollout.enable or config.trainer.save_freq <= 0:
+    """Raise ``ConfigError`` for rows of ``dataset`` that an order of the user's own, or a checkpoint, cannot take."""
+    if not config.partial_rollout.enable:
         return
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+    settings = PartialRolloutConfig.from_config(config)
+    rows = np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist()
+    if not isinstance(settings.scheduling.policy, SchedulingPolicy):
+        _check_order(settings, [dataset[i] for i in rows])
+    if config.trainer.save_freq <= 0:
+        return
+    for i in rows:
         try:
             pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
         except UnsaveableError as error:
             remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
             raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None
+
+
+def _check_order(settings: PartialRolloutConfig, rows: list[dict[str, Any]]) -> None:
+    """Evaluate the order's key of each of ``rows`` as a new prompt, and as a group of which one sample has finished."""
+    queue = ClaimQueue(order_of(settings.scheduling, settings.batch_groups))
+    samples = settings.samples_per_group
+    for row in rows_of(collate_fn(rows)):
+        for birth, finished in ((None, 0), (0, 1)):
+            group = PromptGroup(
+                Prompt("0/0", row), 0, birth=birth, unfinished=samples - finished, finished_length=finished
+            )
+            group.samples = [Sample(f"0/0#{i}", group) for i in range(samples)]
+            queue.push(group.samples[-1])
+        if queue.problem is not None:
+            raise ConfigError(f"{POLICY}={settings.scheduling.policy}: {queue.problem}")

@@ -29,7 +29,8 @@ from verl.utils.import_utils import import_external_libs, resolve_config_path
 from verl.workers.config.optimizer import build_optimizer
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import CONF_DIR, Correction
+from recipe.partial_rollout.config.settings import CONF_DIR, Correction, PartialRolloutConfig
+from recipe.partial_rollout.manager.scheduling import order_of
 from recipe.partial_rollout.preflight.facts import at, full
 from recipe.partial_rollout.preflight.rule import check_rules, one_of
 from recipe.partial_rollout.training.loss import config_of
@@ -103,13 +104,14 @@ def _tool_file(key: str, given: str) -> str:
 
 
 def check_code(config: DictConfig) -> None:
-    """Load what ``config`` names: policy loss, reward, dataset, agent loops, optimizer.
+    """Load what ``config`` names: policy loss, reward, dataset, agent loops, optimizer, order of samples.
 
     Raises:
         ConfigError: for the first that does not load, or lacks what verl calls.
     """
     _check_loss(config)
     _check_reward(config)
+    order_of(PartialRolloutConfig.from_config(config).scheduling, config.data.train_batch_size)
     if at(config, "data.custom_cls.path"):
         words = f"a file with the dataset class {config.data.custom_cls.name} (data.custom_cls.name)"
         _load(config, "data.custom_cls.path", words, lambda: get_dataset_class(config.data))
