@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,9 +21,8 @@ from verl.utils.import_utils import load_class_from_fqn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.preflight.rows import dataset_of
-from recipe.partial_rollout.rollout.cluster_nodes import accepts
 from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 from recipe.partial_rollout.waits import one_line
 
@@ -44,6 +44,15 @@ def _ray_options(config: DictConfig) -> dict[str, Any]:
     options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     named = options.get("address") or os.environ.get("RAY_ADDRESS")
     return {**options, "address": "local"} if _sizes(options) and named in (None, "", "local") else options
+
+
+def _accepts(address: str, port: int) -> bool:
+    """Whether something at ``address`` takes a TCP connection within ``_PROBE_S``."""
+    try:
+        with socket.create_connection((address, port), _PROBE_S):
+            return True
+    except OSError:
+        return False
 
 
 def check_ray_address(config: DictConfig) -> None:
@@ -70,7 +79,7 @@ def check_ray_address(config: DictConfig) -> None:
         host, port = parts.hostname, parts.port or (_CLIENT_PORT if is_url else None)
     except (ValueError, OSError) as error:
         raise fail(key, address, f"{allowed} ({one_line(error)})") from error
-    if not (host and port and accepts(host, port, _PROBE_S)):
+    if not (host and port and _accepts(host, port)):
         raise fail(key, address, f"{allowed}; nothing answers at {at} within {_PROBE_S:g} s")
 
 
@@ -89,17 +98,6 @@ def start_ray(config: DictConfig) -> None:
         options = {name: value for name, value in options.items() if name not in sizes}
     environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
     ray.init(runtime_env=OmegaConf.to_container(environment), **options)
-
-
-def _remedy(config: DictConfig) -> str:
-    """What to do when a node is lost."""
-    trainer = config.trainer
-    if trainer.save_freq <= 0:
-        return f"nothing was saved (trainer.save_freq={trainer.save_freq}): the next start begins anew"
-    return (
-        f"a start with as many trainers ({trainer.nnodes * trainer.n_gpus_per_node}) and trainer.resume_mode=auto resumes "
-        f"from the newest checkpoint in {trainer.default_local_dir}"
-    )
 
 
 class TaskRunner(BaseTaskRunner):
@@ -122,22 +120,12 @@ class TaskRunner(BaseTaskRunner):
 
         Raises:
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
-            NodeLostError: the training failed, and one of Ray's nodes had died.
         """
-        nodes = self.session.nodes
         try:
             with StopSignals.of_process().behind():
                 start_ray(self.config)
             check_cluster(self.config, ray.cluster_resources())
-            # Nodes that are dead by now are of no interest.
-            nodes.outlive()
-            try:
-                self._train()
-            except StopTraining:
-                raise
-            except Exception as error:
-                nodes.blame(error, _remedy(self.config))
-                raise
+            self._train()
         finally:
             ray.shutdown()
 

@@ -17,9 +17,6 @@ from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.partial_rollout import task_runner
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.rollout import cluster_nodes
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes, NodeLostError
-from recipe.partial_rollout.waits import one_line
 from verl_ext import master_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,57 +175,7 @@ def test_manifest_runs_a_recipe_on_the_nodes_that_it_asks_for_whose_pods_wait_fo
     assert {title: bool(re.search(pattern, title)) for title in titles} == titles
 
 
-# -- a run joins the Ray that it is given, and says which node died ----------------------------------------------------
-
-
-def node(name, *, alive=True, reason="", port=7001):
-    place = {"NodeManagerAddress": "10.0.0.2", "NodeManagerPort": port}
-    return {"NodeID": f"id-{name}", "NodeName": name, **place, "Alive": alive, "DeathReasonMessage": reason}
-
-
-FIRST, SECOND, MUTE = node("first"), node("second"), node("second", port=7002)
-DEAD = node("second", alive=False, reason="missing too many\nheartbeats")
-
-
-def nodes_of(monkeypatch, *tables):
-    """``ClusterNodes`` that sees each of ``tables`` once, the last one ever after; port 7002 does not answer."""
-    left = list(tables)
-
-    def table():
-        if left[0] is None:
-            raise ConnectionError("the head is gone")
-        return left.pop(0) if len(left) > 1 else left[0]
-
-    monkeypatch.setattr(cluster_nodes.ray, "nodes", table)
-    monkeypatch.setattr(cluster_nodes, "accepts", lambda address, port: port != 7002)
-    nodes = ClusterNodes()
-    nodes.outlive()
-    return nodes
-
-
-@pytest.mark.parametrize(
-    ("tables", "lost"),
-    [
-        ([[FIRST, SECOND], [FIRST, DEAD]], "Ray lost node second (10.0.0.2): missing too many heartbeats"),
-        ([[FIRST, MUTE]], "Ray lost node second (10.0.0.2): its raylet does not answer"),
-        ([[node("10.0.0.2")], [node("10.0.0.2", alive=False)]], "Ray lost node 10.0.0.2: Ray gives no reason"),
-        # A failure on living nodes keeps its own words, as one beside a node that was dead before the run.
-        ([[FIRST, DEAD]], None),
-        # Ray no longer answers.
-        ([[FIRST], None], None),
-    ],
-)
-def test_failure_after_a_nodes_death_names_the_node_and_how_to_resume(monkeypatch, tables, lost):
-    nodes = nodes_of(monkeypatch, *tables)
-    with pytest.raises(NodeLostError) if lost else contextlib.nullcontext() as caught:
-        nodes.blame(RuntimeError("the actor died\nunexpectedly"), "resume like this")
-    if lost:
-        end = ". The run ends with RuntimeError: unexpectedly; resume like this"
-        assert one_line(caught.value) == f"NodeLostError: {lost}{end}"
-        nodes.outlive()
-        # A death that Ray knows is blamed once.
-        with pytest.raises(NodeLostError) if MUTE in tables[-1] else contextlib.nullcontext():
-            nodes.blame(RuntimeError("another"), "resume")
+# -- a run joins the Ray that it is given --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ from recipe.partial_rollout.records.run_log import (
     RunSettings,
 )
 from recipe.partial_rollout.records.run_log import NAME as LOG
-from recipe.partial_rollout.rollout.cluster_nodes import ClusterNodes
 from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import PromptSource
 from recipe.partial_rollout.rollout.replicas import ServerControl
@@ -97,7 +96,6 @@ class RunSession:
         self.run_dir = checkpoints.run_dir
         self.trains = trains
         self.stop = StopSignals.of_process()
-        self.nodes = ClusterNodes()
         self.completed_step = checkpoints.resumed_step
         """the last step whose batch is trained; a checkpoint is of this step"""
         self.source: PromptSource
@@ -253,7 +251,6 @@ class RunSession:
         if self.settings.enable:
             finished(self.driver.finish_step())
         self.completed_step = step
-        self.nodes.outlive()
 
     def save(self, save_trainer: Callable[[], object]) -> None:
         """Save the checkpoint of the last completed step, under PR with everything in flight, and seal it.
