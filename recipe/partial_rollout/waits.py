@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,6 +177,21 @@ async def wait(
         named = f" (partial_rollout.deadlines.{key})" if key else ""
         raise NoAnswerError(f"{what} took more than {deadline_s:g} s{named}")
     return (main if main in ended else ended.pop()).result()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run ``call`` in a thread. If a deadline gives it up, the thread does not keep the process alive."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def whole(awaitable: Awaitable[T]) -> T:

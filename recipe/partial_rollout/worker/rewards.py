@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -54,7 +55,7 @@ class RewardError(RuntimeError):
 
 
 class RewardWorkerDiedError(RuntimeError):
-    """A reward function ended its process, or was the only one that ran there when it ended."""
+    """Two reward workers died in turn during a call: its reward function may have ended their processes."""
 
 
 class RewardWorkersLostError(RuntimeError):
@@ -126,12 +127,9 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
 class RewardWorkers:
     """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls of a worker that is away go to the others.
 
-    verl picks one at random for each sample; those on a dead node would fail it, and in the end mask it. A worker whose
-    function never returns is ended: other samples wait behind it. Ray starts a worker that has ended anew,
-    ``partial_rollout.failures.worker_restarts`` times (``verl_ext.reward_workers``).
-
-    A worker may also have died of a call that it had. So calls that were there are made again one at a time, and the one
-    whose worker dies again has failed.
+    verl picks one at random for each sample, also one on a dead node. Here a call whose worker dies is made once more, by
+    another one. A worker whose function never returns is ended, because other samples wait behind it. Ray restarts a
+    worker that has ended, ``partial_rollout.failures.worker_restarts`` times (``verl_ext.reward_workers``).
 
     Args:
         handles: verl's reward workers. config: the whole one.
@@ -143,7 +141,6 @@ class RewardWorkers:
         self._config = config
         self._died_of: RayActorError | None = None
         """the first death: a reward file that does not load ends all of them alike"""
-        self._alone = asyncio.Lock()
         self._doubted: list[Any] = []
         """workers that are asked whether a function holds them"""
 
@@ -151,21 +148,18 @@ class RewardWorkers:
         """``RewardLoopWorker.compute_score`` of ``data``, a ``DataProto``, on one that lives; the caller sets the deadline.
 
         Raises:
-            RewardWorkerDiedError: the function ends its process.
+            RewardWorkerDiedError: two workers died in turn during the call.
             RewardWorkersLostError: all are dead.
         """
-        while self._living:
-            handle = random.choice(self._living)
-            try:
-                return await self._ask(handle, data)
-            except _AwayError:
-                if handle in self._living:
-                    break
-        async with self._alone:
-            try:
-                return await self._ask(await self._first_that_answers(), data)
-            except _AwayError as error:
-                raise RewardWorkerDiedError(f"two reward workers died of it in turn: {error}") from error
+        with contextlib.suppress(_AwayError):
+            if self._living:
+                return await self._ask(random.choice(self._living), data)
+        try:
+            return await self._ask(await self._first_that_answers(), data)
+        except _AwayError as error:
+            if not self._living:
+                raise self._lost() from self._died_of
+            raise RewardWorkerDiedError(f"two reward workers died in turn during one call: {error}") from error
 
     async def _ask(self, handle: Any, data: Any) -> dict:
         call = handle.compute_score.remote(data)
@@ -205,14 +199,15 @@ class RewardWorkers:
                 for ready in asked:
                     ready.cancel()
             await asyncio.sleep(AGAIN_S)
-        path, restarts = (
-            self._config.reward.custom_reward_function.path,
-            self._config.partial_rollout.failures.worker_restarts,
-        )
-        raise RewardWorkersLostError(
+        raise self._lost() from self._died_of
+
+    def _lost(self) -> RewardWorkersLostError:
+        path = self._config.reward.custom_reward_function.path
+        restarts = self._config.partial_rollout.failures.worker_restarts
+        return RewardWorkersLostError(
             f"no reward worker answers (reward.num_workers): {path or 'a scorer of verl'} does not load, or has ended each "
             f"more than partial_rollout.failures.worker_restarts={restarts} times; the first: {one_line(self._died_of)}"
-        ) from self._died_of
+        )
 
     async def _end_if_stuck(self, handle: Any) -> None:
         """End the worker of a call that was given up, unless the call ended with that, as a coroutine does."""
