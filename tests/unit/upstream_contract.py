@@ -86,9 +86,7 @@ verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
     has: compute_score compute_score_disrm reward_manager
 verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers reward_info
-    has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers reward_manager_cls reward_model_manager
-        config
-    has: rollout_replicas wake_up sleep
+    has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers compute_rm_score config
 verl.workers.rollout.llm_server:LLMServerClient <- observed llm_client
     has: config _load_balancer __init__ generate _acquire_server _release_server _vllm_request_id
 verl.workers.rollout.llm_server:LLMServerManager <- trainer_run standalone_engines
