@@ -22,14 +22,17 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize("enable", [True, False], ids=["PR", "noPR"])
-def test_reward_that_is_nan_or_odd_costs_its_sample_alone(train, enable):
+ODD = (
+    *SHORT,
+    f"reward.custom_reward_function.path={HERE / 'odd_reward.py'}",
+    "reward.custom_reward_function.name=compute_score",
+    "partial_rollout.failures.sample_retries=1",
+)
+
+
+def test_reward_that_is_nan_or_odd_costs_its_sample_alone(train):
     run = train(
-        *SHORT,
-        f"partial_rollout.enable={enable}",
-        f"reward.custom_reward_function.path={HERE / 'odd_reward.py'}",
-        "reward.custom_reward_function.name=compute_score",
-        "partial_rollout.failures.sample_retries=1",
+        *ODD,
         "partial_rollout.failures.max_masked_fraction=1",
         "trainer.test_freq=1",
         "data.val_max_samples=16",
@@ -41,10 +44,15 @@ def test_reward_that_is_nan_or_odd_costs_its_sample_alone(train, enable):
         assert math.isfinite(step["critic/score/mean"]) and math.isfinite(step["actor/pg_loss"])
         (validated,) = [value for name, value in step.items() if re.fullmatch("val-core/[^/]*/reward/mean@1", name)]
         assert 0.25 <= validated <= 1
+        assert step["partial_rollout/failures/validation_samples"] > 0
     assert "which is no finite number" in (run.directory / "terminal.log").read_text()
-    if enable:
-        assert sum(step["partial_rollout/lost_samples"] for step in run.steps.values()) == 0
-        assert run.steps[2]["partial_rollout/failures/masked_total"] > 0
+    assert sum(step["partial_rollout/lost_samples"] for step in run.steps.values()) == 0
+    assert run.steps[2]["partial_rollout/failures/masked_total"] > 0
+
+
+def test_reward_that_is_nan_ends_nopr_by_its_prompt(start, ends_with):
+    run = start(*ODD, "partial_rollout.enable=False")
+    ends_with(run, "RewardError: reward", "which is no finite number", within_s=400)
 
 
 @pytest.fixture(scope="module")

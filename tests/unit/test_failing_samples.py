@@ -22,9 +22,10 @@ from verl.trainer.ppo.reward import extract_reward
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
+from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
-from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
-from recipe.partial_rollout.worker.rewards import RewardError
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, OverlongError
+from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError
 from tests.unit.loop_life import output_of
 from tests.unit.shared import byte_tokenizer
 
@@ -116,7 +117,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
     batch.meta_info["validate"] = validate
     failures = SimpleNamespace(max_masked_fraction=most)
     manager = object.__new__(ObservedAgentLoopManager)
-    manager.session = SimpleNamespace(settings=SimpleNamespace(failures=failures))
+    manager.session = SimpleNamespace(settings=SimpleNamespace(failures=failures), figures={})
 
     async def generate():
         made = worker(function, **options)
@@ -124,7 +125,12 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
 
     with patch.dict(_agent_loop_registry, mine={"_target_": f"{__name__}.Loop"}):
         output = asyncio.run(generate())
-    manager._settle(output, validate=validate)
+    if not validate:
+        spread_infos(output, validate=False)
+        return output
+    manager._leave_out_failed(output)
+    failed = [info for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
+    assert manager.session.figures == {"failures/validation_samples": len(failed)}
     return output
 
 
@@ -148,49 +154,59 @@ BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
 @pytest.mark.parametrize("validate", [False, True])
-def test_reward_that_fails_is_scored_again_without_the_agent_loop_then_masked_and_named(broken, validate, capsys):
+def test_reward_that_fails_is_scored_again_without_the_agent_loop(broken, validate):
     output = generated(flaky(broken), rows(2, 3), validate=validate)
     assert Loop.runs == 2, "one run a sample"
     assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0]
     assert output.batch["response_mask"].sum(-1).tolist() == [2, 3]
-    output = generated(flaky(*[broken] * 3), rows(2, 3), validate=validate)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
+def test_reward_that_keeps_failing_is_left_out_of_a_validation_and_named(broken, capsys):
+    output = generated(flaky(*[broken] * 3), rows(2, 3), validate=True)
     lost, kept = output.batch["rm_scores"].sum(-1).tolist()
-    assert kept == 1.0 and (math.isnan(lost) if validate else lost == 0.0)
-    assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+    assert kept == 1.0 and math.isnan(lost)
     assert "prompt uid0" in output.non_tensor_batch["sample_error"][0]
-    said = "a validation count in no mean" if validate else "a batch are masked"
-    assert f"warning: 1 of the 2 samples of {said}; one of them: RewardError" in capsys.readouterr().out
+    said = "warning: 1 of the 2 samples of a validation count in no mean; one of them: RewardError"
+    assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("validate", [False, True])
-def test_reward_that_raises_is_named_with_the_users_file_and_line_in_both_arms_validations(validate):
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: repr(value)[:20])
+def test_reward_that_keeps_failing_ends_nopr_by_its_prompt(broken):
+    with pytest.raises(RewardError, match="prompt uid0"):
+        generated(flaky(*[broken] * 3), rows(2, 3))
+
+
+def test_reward_that_raises_is_named_with_the_users_file_and_line_in_a_validation():
     with pytest.raises(RolloutFailedError, match=rf"RewardError: .*no disk \({__file__}:\d+\)"):
-        generated(flaky(*[OSError("no disk")] * 3), rows(2, 3), validate=validate, most=0.25)
+        generated(flaky(*[OSError("no disk")] * 3), rows(2, 3), validate=True, most=0.25)
 
 
 @pytest.mark.parametrize("error", [OSError("no sandbox"), asyncio.CancelledError("no sandbox")], ids=repr)
 @pytest.mark.parametrize("validate", [False, True])
-def test_loop_that_raises_is_run_again_and_costs_its_sample_alone_under_nopr_and_in_validation(
-    validate, error, monkeypatch
-):
+def test_loop_that_raises_is_run_again(validate, error, monkeypatch):
     monkeypatch.setattr(Loop, "error", error)
     monkeypatch.setattr(Loop, "fails", (1,))
     output = generated(flaky(), rows(2, 3), validate=validate)
     assert Loop.runs == 3 and output.batch["response_mask"].sum(-1).tolist() == [2, 3]
+
+
+def test_loop_that_keeps_raising_is_left_out_of_a_validation_and_ends_nopr(monkeypatch):
     monkeypatch.setattr(Loop, "fails", range(99))
-    output = generated(flaky(), rows(2, 3), validate=validate, sample_retries=1)
+    output = generated(flaky(), rows(2, 3), validate=True, sample_retries=1)
     assert Loop.runs == 3 and output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     lost, kept = output.batch["rm_scores"].sum(-1).tolist()
-    assert kept == 1.0 and (math.isnan(lost) if validate else lost == 0.0)
+    assert kept == 1.0 and math.isnan(lost)
     said = output.non_tensor_batch["sample_error"][0]
-    assert re.fullmatch(rf"{type(error).__name__}: no sandbox \(.*test_failing_samples\.py:\d+\)", said), (
-        "the user's line"
-    )
+    assert re.fullmatch(r"OSError: no sandbox \(.*test_failing_samples\.py:\d+\)", said), "the user's line"
+    with pytest.raises(OSError, match="no sandbox"):
+        generated(flaky(), rows(2, 3), sample_retries=1)
+    assert Loop.runs == 3
 
 
-def test_loop_that_cannot_be_made_costs_its_sample_alone(monkeypatch):
+def test_loop_that_cannot_be_made_is_left_out_of_a_validation(monkeypatch):
     monkeypatch.setattr(Loop, "fails", ("made",))
-    output = generated(flaky(), rows(2, 3), sample_retries=0)
+    output = generated(flaky(), rows(2, 3), validate=True, sample_retries=0)
     assert output.batch["response_mask"].sum().item() == 0
 
 
@@ -198,16 +214,17 @@ def test_too_many_samples_without_a_score_end_the_run_by_one_of_them():
     with pytest.raises(RolloutFailedError, match=r"1 of the 2 samples of a validation failed .*0\.25.*prompt uid0"):
         generated(flaky(*[math.nan] * 3), rows(2, 3), validate=True, most=0.25)
     with pytest.raises(RewardError, match="prompt uid0 is nan"):
-        generated(flaky(math.nan), rows(2, 3), sample_retries=None)
+        generated(flaky(math.nan), rows(2, 3), validate=True, sample_retries=None)
 
 
-@pytest.mark.parametrize("validate", [False, True])
-def test_sample_that_is_longer_than_its_batch_ends_alone(validate, capsys):
-    output = generated(flaky(), rows(R + 1, 3), validate=validate)
+def test_sample_longer_than_its_batch_is_left_out_of_a_validation_and_ends_nopr(capsys):
+    output = generated(flaky(), rows(R + 1, 3), validate=True)
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert output.batch["responses"].shape == (2, R)
     words = r"agent loop mine returned a response of 9 tokens (actor_rollout_ref.rollout.response_length=8)"
     assert words in output.non_tensor_batch["sample_error"][0] and words in capsys.readouterr().out
+    with pytest.raises(OverlongError, match=re.escape(words)):
+        generated(flaky(), rows(R + 1, 3))
 
 
 def sparse(data_source, solution_str, ground_truth, extra_info):
@@ -251,7 +268,7 @@ def test_reward_manager_that_says_no_dictionary_beside_its_score_costs_its_sampl
         return {"reward_score": float(score), "reward_extra_info": {"acc": 1.0} if score else info}
 
     monkeypatch.setattr(NaiveRewardManager, "run_single", run_single)
-    output = generated(None, rows(2, 3))
+    output = generated(None, rows(2, 3), validate=True)
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
     assert f"reward of prompt uid0 says {info!r} beside its score" in output.non_tensor_batch["sample_error"][0]
 
@@ -397,7 +414,7 @@ def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatc
 
 
 def test_workers_whose_samples_are_all_too_long_make_one_batch_with_the_others_of_a_colocated_model():
-    batch = generated(None, rows(R + 1, 2), chunks=2, handles=None)
+    batch = generated(None, rows(R + 1, 2), validate=True, chunks=2, handles=None)
     assert "rm_scores" not in batch.batch and len(batch) == 2
 
 
@@ -408,9 +425,9 @@ def test_workers_whose_samples_are_all_too_long_make_one_batch_with_the_others_o
 def test_reward_without_what_dynamic_sampling_asks_for_is_a_reward_that_failed(monkeypatch, acc):
     monkeypatch.setattr(ObservedAgentLoopWorker, "_filter", FilterSettings("acc"))
     lacks = {"score": 1.0, "acc": acc}
-    output = generated(flaky(*[lacks] * 3), rows(2))
     words = "prompt uid0: algorithm.filter_groups.metric=acc: the reward function gives"
-    assert words in output.non_tensor_batch["sample_error"][0]
+    with pytest.raises(RewardError, match=words):
+        generated(flaky(*[lacks] * 3), rows(2))
     assert generated(flaky(lacks), rows(2)).non_tensor_batch["acc"].tolist() == [1.0]
     assert not generated(flaky(lacks), rows(2), validate=True).batch["rm_scores"].isnan().any()
 
@@ -419,8 +436,8 @@ def test_reward_without_what_dynamic_sampling_asks_for_is_a_reward_that_failed(m
 def test_reward_without_a_part_that_gdpo_trains_on_is_a_reward_that_failed(monkeypatch, part):
     monkeypatch.setattr(ObservedAgentLoopWorker, "_parts", ("form",))
     whole = {"score": 1.0, "form": 0.5}
-    output = generated(flaky(*[{"score": 1.0, "form": part}] * 3, whole), rows(2))
-    words = "form (algorithm.gdpo_reward_keys) in the reward of prompt uid0 is"
-    assert words in output.non_tensor_batch["sample_error"][0]
+    words = r"form \(algorithm\.gdpo_reward_keys\) in the reward of prompt uid0 is"
+    with pytest.raises(RewardError, match=words):
+        generated(flaky(*[{"score": 1.0, "form": part}] * 3, whole), rows(2))
     assert generated(flaky({"score": 1.0, "form": part}, whole), rows(2)).non_tensor_batch["form"].tolist() == [0.5]
     assert not generated(flaky({"score": 1.0, "form": part}), rows(2), validate=True).batch["rm_scores"].isnan().any()

@@ -54,6 +54,7 @@ from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
@@ -98,7 +99,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         step, start = prompts.meta_info["global_steps"], time.time()
         showing = watch_round(self.session, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
-        self._settle(output, validate=False)
+        spread_infos(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
         self.session.figures.update(self._note(phase, prompts, output))
         self.session.figures.update(await self.session.engine_metrics())
@@ -108,7 +109,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
         output = await wait(generated, None, "validation", None, watches=[self.session.stop.watch()])
-        self._settle(output, validate=True)
+        self._leave_out_failed(output)
         end = time.time()
         if not self.session.settings.enable:
             # The next batch's are counted from here; PR's driver knows its own by their names.
@@ -123,18 +124,19 @@ class ObservedAgentLoopManager(AgentLoopManager):
         lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
-    def _settle(self, output: DataProto, *, validate: bool) -> None:
-        """Name the samples that verl's workers gave up, and give ``output`` the columns of its rewards.
+    def _leave_out_failed(self, output: DataProto) -> None:
+        """Count and name the samples of a validation that failed; no mean counts them.
 
         Raises:
             RolloutFailedError: they are too many.
         """
-        if validate:
-            # A colocated reward model scores this batch later.
-            output.meta_info["validate"] = True
-        spread_infos(output, validate=validate)
-        errors = [error for error in output.non_tensor_batch.get("sample_error", ()) if error is not None]
-        tell_failed(errors, len(output), self.session.settings.failures.max_masked_fraction, validate=validate)
+        # A colocated reward model scores this batch later.
+        output.meta_info["validate"] = True
+        spread_infos(output, validate=True)
+        errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
+        tell_failed(errors, len(output), self.session.settings.failures.max_masked_fraction, validate=True)
+        failed = "failures/validation_samples"
+        self.session.figures[failed] = self.session.figures.get(failed, 0) + len(errors)
 
     def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, float]:
         """Note a phase of noPR, in which every sample started and ended, under one version."""

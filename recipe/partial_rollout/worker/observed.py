@@ -1,7 +1,7 @@
 """verl's agent-loop worker and its engine client, with an account of calls and deadlines: noPR's, and PR's validation.
 
-PR's own build on them (``agent_loop_worker``, ``llm_client``). What fails here is run again, and masked in the end: a
-sample whose agent loop fails, that does not fit a batch, or that has no score.
+PR's own build on them (``agent_loop_worker``, ``llm_client``). A sample fails if its agent loop raises, if it does not fit
+a batch, or if it has no score. It is retried. Then noPR's training ends with the error, and a validation leaves it out.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """As verl's; an agent loop that fails is run again, and masked in the end."""
+        """As verl's; an agent loop that fails is run again."""
         play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
         with rollout_trace_attr(
             step=trajectory["step"],
@@ -237,9 +237,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return await play(self.llm_client, self.tools)
 
     async def _tried(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
-        """What the agent loop returns: run again if it fails, and masked in the end.
+        """Run the agent loop, again if it fails. A failed replica and a sample's deadline are not retried.
 
-        A replica that fails ends the run, and so does a deadline.
+        Returns a masked output if a validation's sample has no retries left; noPR's training ends with the error.
         """
         for times in itertools.count(1):
             try:
@@ -247,7 +247,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             except (Exception, asyncio.CancelledError) as error:
                 verdict = verdict_on(times, self.config.partial_rollout.failures)
                 ended = asyncio.current_task().cancelling()  # type: ignore[union-attr]
-                if ended or verdict is FailureVerdict.RAISE or isinstance(error, ReplicaError | SampleTimeoutError):
+                fatal = verdict is not FailureVerdict.RETRY and not trajectory["validate"]
+                if (
+                    ended
+                    or fatal
+                    or verdict is FailureVerdict.RAISE
+                    or isinstance(error, ReplicaError | SampleTimeoutError)
+                ):
                     raise
                 told = ToldError.of(error)
                 said = f"{told.line} ({told.place})"
@@ -263,19 +269,19 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         raise AssertionError("the last verdict is to mask")
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        """As verl's, for noPR and validation: a sample that fits no batch, or has no score, ends alone."""
+        """As verl's, for noPR and validation; a validation leaves out a sample that fits no batch, or has no score."""
         scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
         if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
             try:
                 await self._score(output, kwargs, validate=validate)
             except (OverlongError, RewardError) as error:
-                if self.config.partial_rollout.failures.sample_retries is None:
+                if not validate or self.config.partial_rollout.failures.sample_retries is None:
                     raise
                 place = f" ({ToldError.of(error.__cause__).place})" if error.__cause__ else ""
                 output = self._masked(output, one_line(error) + place)
         if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
             # No mean of a validation counts it (``training/reward_info.py``).
-            output.reward_score = math.nan if validate else 0.0
+            output.reward_score = math.nan
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
