@@ -3,7 +3,6 @@
 Processes of either arm play their steps without engines; session, records and verl's file logger are real.
 """
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from recipe.partial_rollout.checkpoint import run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError, write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import TRACKER, RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
@@ -108,6 +107,11 @@ def trained_by(run_dir):
     return "".join(chr(int(step.metrics["critic/score/mean"])) for step in run.steps)
 
 
+def run_of(session):
+    """The id by which trackers know the run."""
+    return session.checkpoints.run
+
+
 def saved_steps(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
@@ -129,8 +133,7 @@ def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path):
     assert third.checkpoints.chosen == run / "global_step_6"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
     agrees(run, third)
-    assert third.branch == second.branch != first.branch, "one run for a tracker from where it went back"
-    assert [each.continues for each in (first, second, third)] == [False, False, True]
+    assert run_of(third) == run_of(second) != run_of(first), "one run for a tracker from where it went back"
     (aside,) = (path.parent for path in run.glob("superseded/*/global_step_6"))
     assert saved_steps(aside) == [6, 8] and trained_by(aside) == "a" * STEPS, "it is a run that can be read and resumed"
 
@@ -142,7 +145,7 @@ def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch
     third = live("c", until=STEPS)
     assert third.checkpoints.resumed_step == 4 and trained_by(run) == "aaaacccc"
     agrees(run, third)
-    assert third.branch == second.branch != first.branch, "the first one's tracker has these steps already"
+    assert run_of(third) == run_of(second) != run_of(first), "the first one's tracker has these steps already"
 
 
 def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path):
@@ -151,9 +154,9 @@ def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path
     second = live("b", until=7, mode="resume_path", path=run / "global_step_4")
     (left,) = run.glob("superseded/*/global_step_6")
     third = live("c", until=7, mode="resume_path", path=left)
-    assert trained_by(run) == "aaaaaac" and third.branch != second.branch
+    assert trained_by(run) == "aaaaaac" and run_of(third) != run_of(second)
     fourth = live("d", until=STEPS)
-    assert fourth.checkpoints.chosen == left, "it has sealed none of its own"
+    assert fourth.checkpoints.chosen.resolve() == left, "it has sealed none of its own"
     assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
     agrees(run, fourth)
     aside = {trained_by(path.parent) for path in run.glob("superseded/*/run.jsonl")}
@@ -169,24 +172,39 @@ def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_be
     assert trained_by(run) == "bbbb" and saved_steps(run) == [4, 6, 8]
 
 
-def test_checkpoint_that_a_run_went_on_from_and_that_is_gone_is_named(live, tmp_path):
+def test_checkpoint_that_a_run_began_from_and_that_is_gone_is_named(live, tmp_path):
     other = tmp_path / "other"
     live("a", until=6, directory=other)
     live("b", until=5, mode="resume_path", path=other / "global_step_4")
     shutil.rmtree(other / "global_step_4")
-    with pytest.raises(TornCheckpointError, match=r"other/global_step_4, which the run went on from, is gone; "):
+    with pytest.raises(TornCheckpointError, match=r"run has no whole checkpoint: .* names step 4; .*=resume_path"):
         live("c", until=STEPS)
 
 
-@pytest.mark.parametrize("content", [b"", b'[{"id": "9f1c"', b"{}", b"\xff"])
-@pytest.mark.parametrize("mode", ["auto", "disable"])
-def test_lineage_that_is_torn_is_named_with_what_to_do(live, tmp_path, content, mode):
+@pytest.mark.parametrize("content", [b"", b"\xff"])
+def test_tracker_that_verls_save_left_torn_counts_every_checkpoint(live, tmp_path, content):
     live("a", until=3)
-    (tmp_path / "run" / "lineage.json").write_bytes(content)
-    with pytest.raises(TornCheckpointError, match=r"run/lineage\.json is cut off or changed: delete it"):
-        live("b", until=STEPS, mode=mode)
-    (tmp_path / "run" / "lineage.json").unlink()
-    live("c", until=STEPS)
+    (tmp_path / "run" / TRACKER).write_bytes(content)
+    assert live("b", until=STEPS).checkpoints.resumed_step == 2
+
+
+def test_stop_right_after_a_start_from_another_runs_checkpoint_leaves_that_run_alone(live, tmp_path):
+    other, run = tmp_path / "other", tmp_path / "run"
+    live("a", until=6, directory=other)
+    manifest = other / "global_step_4" / "partial_rollout" / "manifest.json"
+    before = manifest.read_bytes()
+    session = live("b", until=4, mode="resume_path", path=other / "global_step_4")
+    save(session, "aaaa")
+    assert not (run / "global_step_4").is_symlink() and manifest.read_bytes() == before
+    assert live("c", until=STEPS).checkpoints.chosen == run / "global_step_4"
+
+
+def test_copied_run_directory_has_an_id_of_its_own_and_keeps_its_records(live, tmp_path):
+    first = live("a", until=4)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    second = live("b", until=STEPS, directory=tmp_path / "copy")
+    assert run_of(second) != run_of(first) and trained_by(tmp_path / "copy") == "aaaabbbb"
+    agrees(tmp_path / "copy", second)
 
 
 def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path):
@@ -208,7 +226,7 @@ def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_p
     third = live("c", until=STEPS)
     assert third.checkpoints.chosen == run / "global_step_2" and trained_by(run) == "bbcccccc"
     agrees(run, third)
-    assert third.branch == second.branch != first.branch
+    assert run_of(third) == run_of(second) != run_of(first)
     (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.jsonl").exists())
     assert trained_by(aside) == "a" * ended and saved_steps(aside) == list(range(2, ended + 1, 2)), "it is kept whole"
 
@@ -217,7 +235,7 @@ def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, 
     run = tmp_path / "run"
     processes = [live(who, until=until) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
     assert [each.checkpoints.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
-    assert len({each.branch for each in processes}) == 1
+    assert len({run_of(each) for each in processes}) == 1
     agrees(run, processes[-1])
 
 
@@ -235,10 +253,10 @@ def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(l
     live("a", until=6, directory=other)
     live("x", until=4)
     live("b", until=5, mode="resume_path", path=other / "global_step_4")
-    assert saved_steps(run) == [] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
+    assert saved_steps(run) == [4] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
     last = live("c", until=STEPS)
-    assert last.checkpoints.chosen == other / "global_step_4", "it has sealed none of its own"
-    assert trained_by(run) == "aaaacccc"
+    assert last.checkpoints.chosen.resolve() == other / "global_step_4", "it has sealed none of its own"
+    assert trained_by(run) == "aaaacccc" and trained_by(other) == "aaaaaa"
     agrees(run, last)
 
 
@@ -269,14 +287,6 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
         assert trained_by(run) == expected
         agrees(run, third)
     assert survives > 1
-
-
-def test_checkpoint_of_a_life_that_another_process_has_overtaken_is_not_sealed(live, tmp_path):
-    first = live("a", until=3)
-    live("b", until=4, mode="disable")
-    with pytest.raises(RuntimeError, match=r"another process has begun to train in .*: step 3 is not saved"):
-        save(first, "aaa")
-    assert json.loads((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()) == 4
 
 
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):

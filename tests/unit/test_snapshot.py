@@ -187,7 +187,7 @@ def checkpoint(run_dir, step, *, seal=True):
     for state in ("old", "new"):
         write_snapshot(manifest.state_file(step_dir, "manager", state), {"step": step})
     if seal:
-        manifest.seal(step_dir, manifest.Manifest(step=step, life="a", state="new", made_of={"rows": 3}, kept=[step]))
+        manifest.seal(step_dir, manifest.Manifest(step=step, run="a", run_dir="r", state="new", made_of={"rows": 3}, kept=[step]))
     return step_dir
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from unittest.mock import MagicMock, call
 
 import pytest
 from omegaconf import OmegaConf
@@ -63,20 +62,6 @@ def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
     open_run(OmegaConf.create({"trainer": {"logger": ["file"]}}), "a1")
     assert (os.environ["SWANLAB_RUN_ID"], os.environ["WANDB_RUN_ID"]) == ("a1", "mine")
     assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_resumed_run_goes_on_in_trackio_and_is_told_to_be_a_second_one_in_mlflow(monkeypatch, capsys, continues):
-    """trackio 0.43: verl's ``Tracking`` takes the run that is there, and its steps join those of the run of that name."""
-    begun = MagicMock()
-    monkeypatch.setitem(sys.modules, "trackio", begun)
-    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
-    trainer = {"logger": ["trackio", "mlflow"], "project_name": "p", "experiment_name": "e"}
-    config = OmegaConf.create({"partial_rollout": {"enable": True}, "trainer": trainer})
-    open_run(config, "a1", continues=continues)
-    wanted = call(project="p", name="e", config=OmegaConf.to_container(config), resume="allow")
-    assert begun.init.call_args_list == [wanted] * continues
-    assert ("MLFLOW_RUN_ID=ID" in capsys.readouterr().out) == continues
 
 
 def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):

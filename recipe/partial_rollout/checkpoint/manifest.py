@@ -26,7 +26,7 @@ from recipe.partial_rollout.waits import one_line
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
-Format = Literal[4]
+Format = Literal[5]
 """of manifest and state files, whatever of them changes"""
 
 STEP = re.compile(r"global_step_([0-9]+)")
@@ -52,10 +52,12 @@ class ListedFile(Struct, frozen=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """What a whole checkpoint consists of."""
 
-    format: Format = 4
+    format: Format = 5
     step: int
-    life: str
-    """id of the process that sealed it (``Life``)"""
+    run: str
+    """id of the run, by which trackers know it"""
+    run_dir: str
+    """directory of the run that sealed it; a copied checkpoint lies elsewhere, and is another run's"""
     state: str
     """what the names of its state files end with (``state_file``): those of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}
@@ -127,9 +129,14 @@ def seal(step_dir: Path, manifest: Manifest) -> None:
     files = {
         path.relative_to(step_dir).as_posix(): ListedFile(path.stat().st_size, own.get(path)) for path in sorted(listed)
     }
-    content = msgspec.json.encode(structs.replace(manifest, files=files))
+    write_manifest(step_dir, structs.replace(manifest, files=files))
+
+
+def write_manifest(step_dir: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` into ``step_dir``, atomically. ``seal`` also lists and syncs the files."""
+    content = msgspec.json.encode(manifest)
     sealed = _Sealed(hashlib.blake2b(content, digest_size=32).hexdigest(), msgspec.Raw(content))
-    write_atomically(ours / NAME, msgspec.json.encode(sealed))
+    write_atomically(step_dir / DIRECTORY / NAME, msgspec.json.encode(sealed))
 
 
 def verify(step_dir: Path) -> Manifest:

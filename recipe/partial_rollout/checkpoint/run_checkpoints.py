@@ -5,14 +5,15 @@ prompt source and, written last, the manifest. A checkpoint counts once its mani
 touches files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash
 at any moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
 
-The processes that led to the present one are the run's lineage. ``lineage.json`` lists them, each with the step that
-it went on from. Here a second process went on from step 4 of the first, and whatever the first one did after step 4
-does not count::
+The run's lineage is verl's ``latest_checkpointed_iteration.txt``. It names the step that the run has reached, and nothing
+beyond that step counts. A start writes the step of the checkpoint that it resumes there first. Then it moves the whole
+checkpoints beyond it to ``superseded/ID/``, where nothing reads them and nothing deletes them::
 
-    [{"id": "9f1c", "branch": "9f1c"}, {"id": "02ab", "branch": "9f1c", "step": 4}]
+    global_step_2  global_step_4  global_step_6      the tracker names 6
+    resume_path=.../global_step_4                    the tracker names 4, global_step_6 is moved aside
 
-What is superseded is moved to ``superseded/ID/``, where nothing reads it and nothing deletes it. The list is written first,
-so a start that is cut off in between leaves things that no longer belong to the lineage: the next start moves them.
+A start that is cut off in between has written the tracker: the next start moves the rest. A checkpoint of another run that
+this one begins from is linked into the directory, so that ``auto`` and verl's own tools find it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from filelock import FileLock, SoftFileLock, Timeout
-from msgspec import Struct
+from msgspec import structs
 
 from recipe.partial_rollout.checkpoint.manifest import (
     DIRECTORY,
@@ -48,25 +47,16 @@ from recipe.partial_rollout.checkpoint.manifest import (
     state_file,
     verify,
     write_atomically,
+    write_manifest,
 )
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
 
-_LINEAGE, _LOCK, _SUPERSEDED = "lineage.json", "run.lock", "superseded"
-
-
-class Life(Struct, frozen=True, omit_defaults=True):
-    """A process that trains."""
-
-    id: str
-    branch: str
-    """id of the life that began the run, or that went back to an earlier step of it"""
-    step: int = 0
-    """of the checkpoint that it goes on from; 0: from scratch"""
-    origin: str | None = None
-    """that checkpoint, if another run made it"""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl's file: verl's save writes the step there, and its own tools read it"""
+_LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 
 def writable(folder: Any) -> bool:
@@ -96,9 +86,9 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run directory, the lives that lead to the run's present, and the checkpoint to resume.
+    """The checkpoints of one run directory, and the one to resume, whose files are checked here, once.
 
-    Its files are checked here, once. ``begin`` makes the choice the run's lineage, before the first ``save``.
+    ``begin`` makes the choice the run's lineage, before the first ``save``.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
@@ -108,24 +98,18 @@ class RunCheckpoints:
     Raises:
         TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
         ForeignCheckpointError: something else made it.
-
-    >>> run = RunCheckpoints(Path("outputs/none"))
-    >>> run.lives = [Life("a", "a"), Life("b", "a", 4)]
-    >>> run.holds("a", 4), run.holds("a", 6), run.holds("b", 6), run.holds("c", 6)
-    (True, False, True, False)
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
         self.run_dir = run_dir
         self._keep = keep
-        self._by_path = mode == "resume_path"
-        self.lives = self._recorded_lives()
-        """those that lead to the present, oldest first; from ``begin`` on the last is this process"""
+        self.run = uuid4().hex[:16]
+        """id of the run for trackers; ``begin`` takes over the id of a run that continues"""
         self.chosen: Path | None = None
         """the checkpoint to resume; None: from scratch"""
         self.resumed: Manifest | None = None
         """its manifest"""
-        if self._by_path:
+        if mode == "resume_path":
             self.chosen = Path(str(path))
             self.resumed = verify(self.chosen)
         elif mode != "disable":
@@ -151,110 +135,92 @@ class RunCheckpoints:
 
     # -- the lineage ---------------------------------------------------------------------------------------------------
 
-    def _recorded_lives(self) -> list[Life]:
-        path = self.run_dir / _LINEAGE
+    def _tracked(self) -> int | None:
+        """The step that the tracker names; None if there is no tracker, or verl's save of it was cut off."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=list[Life]) if path.exists() else []
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            words = f"{path} is cut off or changed: delete it, and each checkpoint there counts"
-            raise TornCheckpointError(words) from error
-
-    def holds(self, life: str, step: int) -> bool:
-        """Whether the checkpoint that ``life`` sealed at ``step`` leads to the present; any does if no life is recorded."""
-        until = [later.step for _, later in pairwise(self.lives)]
-        ends = zip(self.lives, [*until, step], strict=False)
-        return not self.lives or any(each.id == life and step <= end for each, end in ends)
-
-    def newest_whole(self) -> tuple[Manifest | None, list[str]]:
-        """The manifest of the newest whole ``global_step_N`` of the lineage, and a line for each newer torn one.
-
-        Steps grow along a lineage, so the newest is the highest.
-
-        Raises:
-            ForeignCheckpointError: a newer one was made by something else; the message says what to do.
-        """
-        refused: list[str] = []
-        for step, step_dir in sorted(self._steps(), reverse=True):
-            try:
-                if self.holds(read(step_dir).life, step):
-                    return verify(step_dir), refused
-            except TornCheckpointError as error:
-                refused.append(str(error))
-        return None, refused
+            return int((self.run_dir / TRACKER).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def _choose_newest(self) -> None:
-        """The checkpoint of the lineage that was sealed last: one of this directory, or the one it began from."""
-        found, torn = self.newest_whole()
-        last = next((life for life in reversed(self.lives) if life.origin), None)
-        if last is not None and (found is None or found.step < last.step):
-            origin = Path(str(last.origin))
-            if not origin.is_dir():
-                raise TornCheckpointError(f"{origin}, which the run went on from, is gone; disable starts it over")
-            self.chosen, self.resumed = origin, verify(origin)
-            return
-        if torn and found is None:
+        """Choose the checkpoint of the step that the tracker names, or the newest whole one before it."""
+        tracked, torn = self._tracked(), []
+        for step, step_dir in sorted(self._steps(), reverse=True):
+            if tracked is not None and step > tracked:
+                continue
+            try:
+                self.resumed, self.chosen = verify(step_dir), step_dir
+                break
+            except TornCheckpointError as error:
+                torn.append(str(error))
+        if self.chosen is None and (torn or tracked):
+            found = ", ".join(line.partition(";")[0] for line in torn) or f"{TRACKER} names step {tracked}"
             raise TornCheckpointError(
-                f"no checkpoint is whole: {', '.join(line.partition(';')[0] for line in torn)}; "
-                f"trainer.resume_mode=disable starts the training over"
+                f"{self.run_dir} has no whole checkpoint: {found}; trainer.resume_mode=resume_path resumes another "
+                "run's, disable starts the training over"
             )
         for line in torn:
             logger.warning("%s", line)
-        self.chosen, self.resumed = found and self.step_dir(found.step), found
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the checkpoint to resume leads to the present of this directory's run."""
-        known = self._is_here or bool(self.lives)
-        return known and self.resumed is not None and self.holds(self.resumed.life, self.resumed.step)
-
-    @property
-    def _is_here(self) -> bool:
-        return self.chosen is not None and self.chosen.resolve().parent == self.run_dir.resolve()
+    def continues(self) -> bool:
+        """Whether this directory's run continues: it neither starts over nor begins from another run's checkpoint."""
+        if self.chosen is None or self.chosen.parent.resolve() != self.run_dir.resolve():
+            return False
+        tracked = self._tracked()
+        return tracked is None or self.resumed_step <= tracked
 
     def begin(self) -> Path:
-        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go.
-
-        ``latest_checkpointed_iteration.txt``, which verl's own tools read, follows.
-        """
-        step, new = self.resumed_step, uuid4().hex[:16]
-        newest = self.newest_whole()[0] if self._by_path and self.goes_on else None
-        branches = not self.goes_on or (newest is not None and newest.step != step)
-        origin = None if self._is_here or self.chosen is None else str(self.chosen.resolve())
-        before: list[Life] = []
-        if self.resumed is not None:
-            ids, parent = [life.id for life in self.lives], self.resumed.life
-            # A directory to which checkpoints were copied knows no lives.
-            unknown = [Life(parent, new)] if self._is_here else []
-            before = self.lives[: ids.index(parent) + 1] if parent in ids else unknown
-        # Its last life may have begun at this very checkpoint, on a branch of its own, and sealed none.
-        branch = (self.lives or before)[-1].branch if before and not branches else new
-        self.lives = [*before, Life(new, branch, step, origin)]
-        write_atomically(self.run_dir / _LINEAGE, msgspec.json.encode(self.lives))
-        aside = self.run_dir / _SUPERSEDED / new
-        set_aside(self._superseded(unsealed=branches), aside)
-        if self.resumed is not None and self.step_dir(step).is_dir():
-            self._on_disk, self._kept = step, [*self.resumed.kept]
-        self._track(self._on_disk)
+        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go."""
+        step, continues = self.resumed_step, self.continues
+        aside = self.run_dir / _SUPERSEDED / self.run
+        superseded = [*self._superseded(step if continues else 0)]
+        # A run that does not continue counts from 0 until the checkpoint that it begins from is in its place.
+        self._track(step if continues else 0)
+        if continues and self.chosen is not None and self.resumed is not None:
+            if superseded:
+                # The run leaves what trackers know of it: they drop what is logged again for a step.
+                self.resumed = structs.replace(self.resumed, run=self.run)
+                write_manifest(self.chosen, self.resumed)
+            elif self.resumed.run_dir == str(self.run_dir.resolve()):
+                self.run = self.resumed.run
+            if not self.chosen.is_symlink():
+                self._on_disk, self._kept = step, [*self.resumed.kept]
+        set_aside(superseded, aside)
+        if self.chosen is not None and not continues:
+            self._link()
+            self._track(step)
         return aside
 
-    def _superseded(self, *, unsealed: bool) -> Iterator[Path]:
-        """The checkpoints in the directory that do not lead to the present; torn ones if ``unsealed``."""
-        for step, step_dir in self._steps():
+    def _superseded(self, step: int) -> Iterator[Path]:
+        """The checkpoints beyond ``step``, but for the chosen one; a torn one stays, and is overwritten some day."""
+        for other, step_dir in self._steps():
+            if other <= step or step_dir == self.chosen:
+                continue
             try:
-                stands = self.holds(read(step_dir).life, step)
+                read(step_dir)
             except TornCheckpointError:
-                stands = not unsealed
+                continue
             except ForeignCheckpointError:
-                stands = False
-            if not stands:
-                yield step_dir
+                pass
+            yield step_dir
 
-    def _track(self, step: int | None) -> None:
-        tracker = self.run_dir / "latest_checkpointed_iteration.txt"
-        if step is None:
-            tracker.unlink(missing_ok=True)
-        else:
-            write_atomically(tracker, str(step).encode())
+    def _link(self) -> None:
+        """Link the chosen checkpoint, which another run made, into the directory."""
+        assert self.chosen is not None
+        place = self.step_dir(self.resumed_step)
+        if place == self.chosen:
+            return
+        if place.is_symlink():
+            place.unlink()
+        elif place.exists():
+            # Torn.
+            shutil.rmtree(place)
+        place.symlink_to(self.chosen.resolve())
+
+    def _track(self, step: int) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.run_dir / TRACKER, str(step).encode())
 
     def resumed_state(self, part: str) -> Path:
         """PR: the state file of ``part`` in the chosen checkpoint."""
@@ -275,17 +241,14 @@ class RunCheckpoints:
 
         Raises:
             RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
-                Or another process has begun in the directory.
         """
-        life = self.lives[-1]
-        if self._recorded_lives()[-1:] != [life]:
-            raise RuntimeError(f"another process has begun to train in {self.run_dir}: step {step} is not saved")
         step_dir = self.step_dir(step)
         if step != self._on_disk:
+            if step_dir.is_symlink():
+                # Another run's checkpoint stays as it is.
+                step_dir.unlink()
             begin(step_dir)
             save_verl()
-            # verl's save has named the step there; it counts from its seal on.
-            self._track(self._on_disk)
         state = uuid4().hex[:8]
         try:
             for part, write in in_flight.items():
@@ -297,7 +260,9 @@ class RunCheckpoints:
                 f"weights in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
             ) from error
         kept = [*(other for other in self._kept if other != step), step] if self._keep else []
-        seal(step_dir, Manifest(step=step, life=life.id, state=state, made_of=self.made_of, kept=kept))
+        run_dir = str(self.run_dir.resolve())
+        manifest = Manifest(step=step, run=self.run, run_dir=run_dir, state=state, made_of=self.made_of, kept=kept)
+        seal(step_dir, manifest)
         self._track(step)
         self._on_disk, self._kept = step, kept
         self._tidy(step_dir, state)
@@ -326,12 +291,17 @@ def set_aside(paths: Iterable[Path], into: Path) -> None:
         shutil.move(path, into / path.name)
 
 
-def cut_steps(metrics: Path, step: int, aside: Path) -> None:
-    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``."""
-    kept, cut = [], []
+def cut_steps(metrics: Path, step: int, aside: Path) -> list[int]:
+    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``.
+
+    Returns the steps of the moved lines.
+    """
+    kept, cut, steps = [], [], []
     for raw in metrics.open("rb") if metrics.exists() else ():
         try:
-            stays = raw.endswith(b"\n") and json.loads(raw)["step"] <= step
+            at = json.loads(raw)["step"]
+            stays = raw.endswith(b"\n") and at <= step
+            steps += [] if stays else [at]
         except (ValueError, KeyError, TypeError, RecursionError):
             stays = False
         (kept if stays else cut).append(raw)
@@ -339,6 +309,7 @@ def cut_steps(metrics: Path, step: int, aside: Path) -> None:
         aside.mkdir(parents=True, exist_ok=True)
         (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
         write_atomically(metrics, b"".join(kept))
+    return steps
 
 
 @contextmanager
@@ -362,7 +333,10 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (ENOLCK, EOPNOTSUPP):
             raise fail(key, run_dir, f"a directory that can be written ({error.strerror})") from error
-        print(f"{path}: {error.strerror}: see to it yourself that one process trains there", file=sys.stderr)
+        print(
+            f"{path}: {error.strerror}: cannot lock it; make sure that only one process uses this directory",
+            file=sys.stderr,
+        )
     try:
         if not isinstance(lock, SoftFileLock):
             # As a soft lock's, which stands in where the file system has no locks.

@@ -112,16 +112,6 @@ class RunSession:
         """handles of the trainer workers, in the order of their ranks"""
 
     @property
-    def branch(self) -> str | None:
-        """Id of the run for a tracker: a run that goes back to an earlier step has another; None: it only validates."""
-        return self.checkpoints.lives[-1].branch if self.trains else None
-
-    @property
-    def continues(self) -> bool:
-        """Whether a tracker has a run of id ``branch``, from an earlier process."""
-        return self.trains and self.checkpoints.lives[-1].id != self.branch
-
-    @property
     def metrics(self) -> Path:
         """What verl's file logger writes."""
         return Path(os.environ.get(METRICS_PATH) or self.run_dir / METRICS)
@@ -150,19 +140,21 @@ class RunSession:
         """
         if not self.trains:
             return
-        metrics, chosen, goes_on = self.metrics, self.checkpoints.chosen, self.checkpoints.goes_on
+        metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
         aside = self.checkpoints.begin()
         records = {name: self.run_dir / name for name in _RECORDS} | {METRICS: metrics}
-        if not goes_on:
+        if not continues:
             set_aside(records.values(), aside)
             if chosen is not None:
                 _copy({chosen.parent / name: records[name] for name in (LOG, METRICS)})
         elif aside.exists():
             # With its records, what is superseded is a run that resume_path can return to.
             _copy({record: aside / name for name, record in records.items()})
-        cut_steps(metrics, self.checkpoints.resumed_step, aside)
         if aside.exists():
             print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
+        step = self.checkpoints.resumed_step
+        if again := cut_steps(metrics, step, aside):
+            print(f"steps {min(again)} to {max(again)} are trained again: the run resumes from step {step}")
 
     def offer(self, loader: StatefulDataLoader, steps: TrainingSteps) -> None:
         """The data of the run; under PR its prompts come from ``source``."""

@@ -79,30 +79,21 @@ def has_key() -> bool:
     return bool(Settings().api_key)
 
 
-def open_run(config: DictConfig, branch: str | None, *, continues: bool = False) -> dict[str, Any] | None:
-    """Prepare the trackers for the run of id ``branch``; returns SwanLab's config table, None if it is not asked for.
+def open_run(config: DictConfig, run: str | None) -> dict[str, Any] | None:
+    """Prepare the trackers for the run of id ``run``; returns SwanLab's config table, None if it is not asked for.
 
-    SwanLab and wandb get the id: a resumed run continues its curves. A run that went back to an earlier step has an id of
-    its own, because trackers drop what is logged again for a step that they have. verl passes none: a resumed run would be
-    a second one. What the user has set stays: ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``, ``SWANLAB_EXP_COLOR``.
+    SwanLab and wandb get the id, so a resumed run continues its curves. A run that went back to an earlier step has another
+    id, because trackers drop what is logged again for a step that they have. What the user has set stays:
+    ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``, ``SWANLAB_EXP_COLOR``.
 
     Args:
-        branch: None: they draw one.
-        continues: whether they have a run of this id.
+        run: None: they draw one.
     """
     trainer = config.trainer
-    if branch is not None:
+    if run is not None:
         for tracker in ("SWANLAB", "WANDB"):
-            os.environ.setdefault(f"{tracker}_RUN_ID", branch)
+            os.environ.setdefault(f"{tracker}_RUN_ID", run)
             os.environ.setdefault(f"{tracker}_RESUME", "allow")
-    if continues and "trackio" in trainer.logger:
-        import trackio  # type: ignore[import-not-found]
-
-        # It knows the run by its name, and verl takes one that is open.
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        trackio.init(project=trainer.project_name, name=trainer.experiment_name, config=values, resume="allow")
-    if continues and "mlflow" in trainer.logger and not os.environ.get("MLFLOW_RUN_ID"):
-        print("MLflow: this resumed run is a second one there; MLFLOW_RUN_ID=ID goes on with the first")
     if SWANLAB not in trainer.logger:
         return None
     swanlab_board.install()

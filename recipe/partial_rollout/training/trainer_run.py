@@ -126,7 +126,7 @@ class TrainerRun(_VerlsTrainer):
                 session.complete()
                 return
             try:
-                table = open_run(self.config, session.branch, continues=session.continues)
+                table = open_run(self.config, session.checkpoints.run)
                 with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
