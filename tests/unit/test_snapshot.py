@@ -187,14 +187,16 @@ def checkpoint(run_dir, step, *, seal=True):
     for state in ("old", "new"):
         write_snapshot(manifest.state_file(step_dir, "manager", state), {"step": step})
     if seal:
-        manifest.seal(step_dir, manifest.Manifest(step=step, run="a", run_dir="r", state="new", made_of={"rows": 3}, kept=[step]))
+        manifest.seal(
+            step_dir, manifest.Manifest(step=step, run="a", run_dir="r", state="new", made_of={"rows": 3}, kept=[step])
+        )
     return step_dir
 
 
 def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     whole = manifest.verify(step_dir)
-    assert (whole.step, whole.life, whole.made_of, whole.kept) == (4, "a", {"rows": 3}, [4])
+    assert (whole.step, whole.run, whole.made_of, whole.kept) == (4, "a", {"rows": 3}, [4])
     assert whole.files.keys() == {"actor/weights.pt", "partial_rollout/manager-new.state"}
     manifest.begin(step_dir)
     for unsealed in (step_dir, checkpoint(tmp_path, 5, seal=False)):
