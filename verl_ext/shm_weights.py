@@ -22,7 +22,6 @@ import math
 import mmap
 import os
 import shutil
-import stat
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
@@ -118,7 +117,6 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
 
         Raises:
             TimeoutError: it has not, within ``deadline_s``.
-            PermissionError: the folder may be another user's.
         """
         path = self._folder / str(global_steps)
         deadline = time.monotonic() + self._deadline_s
@@ -129,7 +127,6 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                     "(rollout.checkpoint_engine.engine_kwargs.shm.deadline_s)"
                 )
             await asyncio.sleep(_POLL_S)
-        os.close(_opened(self._folder))
         self._newest = path
         async for named in self.get_weights():
             yield named
@@ -146,59 +143,31 @@ CheckpointEngineRegistry.register(BACKEND)(ShmCheckpointEngine)  # type: ignore[
 
 
 # -- a folder that belongs to one living process -----------------------------------------------------------------------
-#
-# Everybody may write to /dev/shm, and the folder's name can be guessed. So no link is followed, and a folder that another
-# user made, or may write to, is refused. The next job removes it once the process is dead.
 
 
 def claim(path: Path) -> int:
-    """Make a job's folder, empty, and remove those of dead jobs beside it.
+    """Make a job's folder, and remove those of dead jobs beside it.
 
     Returns:
         A file descriptor that holds the folder's lock. The kernel frees the lock when the process ends, however it ends.
-
-    Raises:
-        PermissionError: what is there is no folder that only this user can write to.
     """
     sweep(path.parent)
     while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+        path.mkdir(mode=0o700, exist_ok=True)
+        # Another job's sweep may remove the folder before it is locked.
         with contextlib.suppress(FileNotFoundError):
-            held = _opened(path)
-            # Held by others only while they sweep.
+            held = os.open(path, os.O_RDONLY)
             fcntl.flock(held, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(held), path.lstat()):
-                os.fchmod(held, 0o700)
+            if os.path.samestat(os.fstat(held), path.stat()):
                 return held
             os.close(held)
-
-
-def _opened(path: Path) -> int:
-    """A file descriptor of the folder ``path``, if it is ours alone."""
-    try:
-        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except (NotADirectoryError, PermissionError) as error:
-        raise _refused(path, "a link, a file, or a folder closed to this user") from error
-    status = os.fstat(held)
-    if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return held
-    os.close(held)
-    raise _refused(path, f"owned by user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}")
-
-
-def _refused(path: Path, found: str) -> PermissionError:
-    return PermissionError(
-        f"{path}: {found}, so others could replace the weights: remove it, or set "
-        "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.shm.root to a folder of your own"
-    )
 
 
 def sweep(root: Path) -> None:
     """Remove the folders of this user that no living process has claimed."""
     for path in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            held = _opened(path)
+            held = os.open(path, os.O_RDONLY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
@@ -212,7 +181,7 @@ def sweep(root: Path) -> None:
 def write_file(path: Path, tensors: Iterable[Named]) -> None:
     """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result.
 
-    Only the owner may read the file. Layout: the bytes of each tensor, at a multiple of 64; an index, as JSON; the length
+    Layout: the bytes of each tensor, at a multiple of 64; an index, as JSON; the length
     of the index in 8 bytes. (safetensors puts its index first, so it needs all tensors at once. Here the trainer gathers
     one after the other and never holds the whole model.)
 
@@ -221,9 +190,8 @@ def write_file(path: Path, tensors: Iterable[Named]) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     index = []
-    part.unlink(missing_ok=True)
     try:
-        with open(part, "xb", opener=_private) as file:
+        with part.open("wb") as file:
             for name, tensor in tensors:
                 at = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
                 flat = tensor.detach().reshape(-1).to("cpu")
@@ -242,7 +210,7 @@ def read_file(path: Path) -> Iterator[Named]:
     They stay as they are when the file is removed or replaced, and writing to one changes neither the file nor what
     other processes read.
     """
-    with open(path, "rb", opener=_private) as file:
+    with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     end = len(mapped) - _LENGTH_BYTES
     length = int.from_bytes(mapped[end:], "little")
@@ -250,8 +218,3 @@ def read_file(path: Path) -> Iterator[Named]:
         kind, count = getattr(torch, dtype), math.prod(shape)
         flat = torch.frombuffer(mapped, dtype=kind, count=count, offset=at) if count else torch.empty(0, dtype=kind)
         yield name, flat.view(shape)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open for the owner alone, and follow no link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

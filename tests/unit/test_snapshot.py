@@ -249,13 +249,16 @@ def test_manifest_of_an_earlier_version_is_foreign(tmp_path):
         manifest.verify(step_dir)
 
 
-def test_newest_whole_checkpoint_is_used_and_torn_ones_above_it_are_told_while_foreign_ones_stop_the_run(tmp_path):
-    assert RunCheckpoints(tmp_path / "missing").newest_whole() == RunCheckpoints(tmp_path).newest_whole() == (None, [])
+def test_newest_whole_checkpoint_is_chosen_torn_ones_are_named_and_foreign_ones_stop(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(run_checkpoints.logger, "warning", lambda *words: warned.append(words))
+    assert RunCheckpoints(tmp_path / "missing").chosen is RunCheckpoints(tmp_path).chosen is None
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 11, seal=False)
-    found, (refused,) = RunCheckpoints(tmp_path).newest_whole()
-    assert found == manifest.verify(newest) and "global_step_11 is torn" in refused
-    (tmp_path / "global_step_12").mkdir()
+    found = RunCheckpoints(tmp_path)
+    assert found.chosen == newest and found.resumed == manifest.verify(newest)
+    assert "global_step_11 is torn" in warned[0][1]
+    (tmp_path / "global_step_12" / "actor").mkdir(parents=True)
     with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
         RunCheckpoints(tmp_path)
