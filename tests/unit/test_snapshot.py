@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recipe.partial_rollout.checkpoint import manifest, plain_state
+from recipe.partial_rollout.checkpoint import manifest, plain_state, run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import (
     ForeignCheckpointError,
     TornCheckpointError,
