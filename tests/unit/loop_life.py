@@ -1,4 +1,4 @@
-"""Anyone's agent loop in a training's own parts, in one process: manager, claim loop, client, journal, alignment.
+"""Anyone's agent loop in a training's own parts, in one process: manager, claim loop, client, alignment.
 
 The engine is scripted: what it makes depends on the whole context and on its version, and it remembers every token that it
 made, so ``check`` can tell whether a trained token was made under the context that it is trained in.
@@ -154,12 +154,12 @@ class Life:
         self.tools, self.sample_timeout_s, self.save_freq = ToolCalls(release_after_s), sample_timeout_s, save_freq
         self.config, self.functions = config or config_of(), functions
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
-        settings = settings_of(batch, n, stall_s=stall_s, **{"failures": RETRY, "away_s": stall_s, **limits}, **sizes)
+        settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "away_s": stall_s, **limits})
         self.build = lambda: ManagerActor(settings, InProcess())
         self.actor, self.engine = self.build(), Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
-        self.worker, self.dying, self.replacing = None, [], asyncio.Lock()
-        self.outputs = {}
+        self.worker, self.replacing = None, asyncio.Lock()
+        self.outputs, self.steps = {}, []
 
     async def resume(self, path):
         """The run is killed after a checkpoint, and resumed from it."""
@@ -174,7 +174,8 @@ class Life:
         for task in (self.serving, *self.worker._claims._tasks):
             task.cancel()
         # Its process would end with it, threads included.
-        self.dying += [asyncio.ensure_future(sample.end()) for sample in self.worker._claims.samples.values()]
+        for sample in self.worker._claims.samples.values():
+            sample.ended = True
 
     async def die(self):
         """The worker dies in the round, if it is open, and is replaced."""
@@ -216,10 +217,10 @@ class Life:
             self.worker.close_round()
             self.engine.aborting.set()
             await self.within(self.worker.flush(), timeout_s)
-        await asyncio.gather(*self.dying)
         # What a dead worker has asked for, an engine ends by itself.
         assert not self.engine.running or self.lives > 1, "the engine is quiet"
-        await self.actor.finish_step([group.uid for group in batch.groups])
+        self.steps.append([group.uid for group in batch.groups])
+        await self.actor.finish_step(self.steps[-1])
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
             for output in group.outputs:

@@ -9,7 +9,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import capture, encode
-from recipe.partial_rollout.manager.types import Grant, Progress, SampleOutput
+from recipe.partial_rollout.manager.types import Grant, SampleOutput
 
 
 def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
@@ -60,35 +60,22 @@ class Keeper:
     """Grants slots at once; has what samples have reported."""
 
     def __init__(self):
-        self.segments, self.results, self.outbox = [], [], self
+        self.segments = []
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample):
         yield
 
-    def note_error(self, error):
-        pass
-
-    def report_now(self, sample):
-        self.segments += sample.unsent.segments
-        self.results += sample.unsent.tool_results
-        sample.unsent = Progress(sample.id)
-
-    release_slot = report_now
-
-    def note(self, sample):
-        self.noted = sample
-
-    async def sent(self):
-        await asyncio.sleep(0)
-        self.report_now(self.noted)
+    def release_slot(self, sample):
+        self.segments += sample.unsent
+        sample.unsent = []
 
 
-def live_sample(keeper=None, segments=(), tool_results=(), *, id="0/0#0", order=0, **settings):
-    """A sample that is granted to its worker with this journal."""
+def live_sample(keeper=None, segments=(), *, id="0/0#0", order=0, **settings):
+    """A sample that is granted to its worker with these segments of its first turn."""
     from recipe.partial_rollout.worker.live_sample import LiveSample
 
-    grant = Grant(id, id.partition("#")[0], order, {}, tuple(segments), tuple(tool_results))
+    grant = Grant(id, id.partition("#")[0], order, {}, tuple(segments))
     return LiveSample(grant, keeper, **settings)
 
 
@@ -107,36 +94,24 @@ async def lets_a_cancellation_out():
 def script_replicas(patch, generate):
     """``generate`` answers in place of verl's client and its replicas, of which there is one: ``replica-7``.
 
-    A request that is withdrawn ends without a token.
+    As with Ray, a request runs on in its replica when its caller is cancelled.
     """
     from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.replica import TokenOutput
 
     from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
 
-    running = {}
-
-    def withdraw(request_id):
-        if request_id in running:
-            running[request_id].cancel()
-
     async def asked(self, request_id, **request):
         server, _ = await self._acquire_server(request_id)
-        engines_id = self._vllm_request_id(request_id)
-        running[engines_id] = task = asyncio.ensure_future(generate(request_id, **request))
+        self._vllm_request_id(request_id)
+        task = asyncio.ensure_future(generate(request_id, **request))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            await asyncio.wait({task})
-            if task.cancelled():
-                return TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields={})
-            return task.result()
+            return await asyncio.shield(task)
         finally:
-            task.cancel()
-            del running[engines_id]
             self._release_server(server, request_id)
 
     patch.setattr(LLMServerClient, "generate", asked)
-    replica = SimpleNamespace(withdraw=SimpleNamespace(remote=withdraw))
-    patch.setattr(PartialRolloutLLMClient, "replicas", ReplicaChoice({"replica-7": replica}), raising=False)
+    patch.setattr(PartialRolloutLLMClient, "replicas", ReplicaChoice({"replica-7": None}), raising=False)
 
 
 def tool_schema(name):
@@ -153,13 +128,13 @@ def begin(manager):
     return manager.begin_version(manager.version + manager.batch_taken)
 
 
-def output_of(segments, tools=(), reward=0.0):
-    """The output of a sample: what its engine calls made, then a token that the mask leaves out for each tool result."""
+def output_of(segments, reward=0.0):
+    """The output of a sample: what its engine calls made, then a token that the mask leaves out for each turn but one."""
     generated = np.concatenate([s.token_ids for s in segments] or [np.empty(0, np.int32)])
     count = len(generated)
     log_probs = [s.log_probs for s in segments]
     versions = [np.full(len(s), s.version, np.int32) for s in segments]
-    outside = np.zeros(len(tools), np.int32)
+    outside = np.zeros(len({s.turn for s in segments} - {0}), np.int32)
     return SampleOutput(
         prompt_ids=np.ones(1, np.int32),
         response_ids=np.concatenate([generated, outside]),
@@ -203,14 +178,12 @@ def converse(config, tokenizer, question, answer):
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.workers.rollout.replica import TokenOutput
 
-    from recipe.partial_rollout.worker.tool_journal import journaled
-
     async def generate(request_id, prompt_ids, **_):
         ids = answer(prompt_ids)
         return TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids))
 
     async def run():
-        tools = journaled(load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None), None)
+        tools = load_all_tools(config.actor_rollout_ref.rollout.multi_turn.tool_config_path, None)
         engine, options = SimpleNamespace(generate=generate), {"hf_model_type": "qwen3", "tools": ToolListWrap(tools)}
         data = DictConfigWrap(config.data)
         loop = ToolAgentLoop(DictConfigWrap(config), engine, tokenizer, None, RLHFDataset, data, **options)

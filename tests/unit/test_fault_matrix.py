@@ -1,7 +1,7 @@
 """A scripted life of the manager, killed or restored at every transition of a sample, right before and right after.
 
 ``test_manager_life`` says what must hold; there faults come at random, here at each transition. The script fixes what each
-sample does: how many tokens in which engine calls, whether it calls a tool, whether its agent loop raises.
+sample does: how many tokens in which engine calls, in one turn or in several, whether its agent loop raises.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.unit.test_manager_life import ManagerLife
 
 CHUNK = 3
 """tokens of one engine call"""
-TRANSITIONS = "claim", "segment", "tool_result", "interrupt", "finish", "fail", "retry", "take", "acknowledge"
+TRANSITIONS = "claim", "segment", "interrupt", "finish", "fail", "retry", "take", "acknowledge"
 SIZES = {
     "mode": Mode.WINDOW, "batch": 2, "n": 2, "overlap": 1.0, "slack": 1, "retries": 2, "every": 0, "more": 0,
     "limited": False, "gen_batches": 0,
@@ -99,14 +99,14 @@ class ScriptedLife(ManagerLife):
     def advance(self, sample_id, pick):
         """The next thing that its agent loop does."""
         prompt, index = (int(part) for part in sample_id.split("/")[1].split("#"))
-        length, made = 2 + (prompt * 5 + index * 3) % 11, sum(map(len, self.model.journals.get(sample_id, ())))
+        length, made = 2 + (prompt * 5 + index * 3) % 11, sum(map(len, self.model.segments.get(sample_id, ())))
         raises = {1: 1, 3: 99}.get(prompt % 5, 0) if index == 0 else 0
         if made >= min(CHUNK, length) and self.model.failures.get(sample_id, 0) < raises:
             self.around("fail", partial(self.fail, pick), sample_id)
-        elif index % 2 and CHUNK <= made < length and sample_id not in self.model.tools:
-            self.around("tool_result", partial(self.tool_result, sample_id), sample_id)
         elif made < length:
-            call = partial(self.extend, sample_id, min(CHUNK, length - made), "completed")
+            # Those with an odd index are conversations of several turns.
+            stop = "completed" if index % 2 or made + CHUNK >= length else None
+            call = partial(self.extend, sample_id, min(CHUNK, length - made), stop)
             self.around("segment", call, sample_id)
         else:
             self.around("finish", partial(self.end_sample, sample_id, 0), sample_id)
@@ -124,7 +124,7 @@ def test_scripted_life_without_a_fault_goes_through_every_transition():
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("transition", TRANSITIONS)
 @pytest.mark.parametrize("what", ["worker_dies", "everything_dies"])
-def test_fault_at_a_transition_loses_no_prompt_and_no_token(what, transition, side, occurrence):
+def test_fault_at_a_transition_loses_no_prompt_and_counts_lost_tokens(what, transition, side, occurrence):
     struck = Counter()
 
     def fault(life, at, on, sample_id):

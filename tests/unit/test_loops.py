@@ -4,12 +4,9 @@ import asyncio
 import gc
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
-from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import ToolResponse
+from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from tests.unit.loop_life import Life, output_of, play
@@ -100,12 +97,11 @@ async def answers_interrupted(client, row, params):
     return output_of(PROMPT, answer.token_ids)
 
 
-@pytest.mark.parametrize(("loop", "most"), [(limited, 16), (hedge, 16), (answers_interrupted, 60)])
-def test_call_that_its_loop_no_longer_awaits_is_withdrawn_from_the_engine_and_not_trained(loop, most):
-    """The round ends once the other prompt has its 20 tokens: until then would go what nobody withdraws."""
+@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted])
+def test_call_that_its_loop_gives_up_runs_on_unheard_and_is_not_trained(loop):
     output, life = trained(loop, update_s=0.12)
     assert not output.masked and output.response_length in (4, 6) and life.figures()["failures/failed_total"] == 0
-    assert len(life.engine.asked) <= 5 and output.metrics["untrained_tokens"] < most
+    assert life.engine.decoded > output.response_length + 20, "it decoded on, beside the other prompt's 20 tokens"
 
 
 def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
@@ -298,124 +294,145 @@ def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
     assert not output.masked, output.extra_fields
 
 
-# -- replays -------------------------------------------------------------------------------------------------------------
+# -- lives of a sample -------------------------------------------------------------------------------------------------------------
 
 
 class Dies(Exception):
-    """Ends a life of the sample; it is run again from its journal."""
+    """Ends a life of the sample; it is tried again."""
 
 
-def lives(*, at_most=1):
-    """Whether the sample's present life is to end at this moment; of its lives ``at_most`` do."""
-    ended = []
-
-    def end():
-        if len(ended) < at_most:
-            ended.append(1)
-            raise Dies
-
-    return end
-
-
-@pytest.mark.parametrize("again", [60, 6], ids=["the same question", "a shorter one"])
-def test_call_that_was_given_up_is_no_part_of_a_replay(again):
-    """The time limit runs out while the sample waits for the trainer; then the loop fails."""
-    end, answers = lives(), []
-
-    async def limited(client, row, params):
-        try:
-            answer = await asyncio.wait_for(ask(client, params, 60), 0.04 if not answers else 10)
-        except TimeoutError:
-            answer = await ask(client, params, again)
-        answers.append(answer.token_ids)
-        end()
-        return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
-
-    output, _ = trained(limited, update_s=0.1)
-    assert output.response_ids.tolist() == answers[1] and not output.masked
-    assert len(answers[0]) == again and (answers[0] == answers[1]) == (again == 60)
-
-
-def function(name, call, *, repeatable=False):
-    call.repeatable = repeatable
+def function(name, call):
     return FunctionTool(name=name, fn=call, tool_schema=tool_schema(name), is_async=True)
 
 
+def test_two_tools_of_one_sandbox_see_each_others_files():
+    """Whatever attributes they have: nothing but their life cycle is called."""
+    files = []
+
+    def empty(conversation, handle):
+        files[:] = handle or []
+
+    def shared(name, does):
+        does.snapshot, does.restore = lambda conversation: list(files), empty
+        return function(name, does)
+
+    async def write(path):
+        files.append(path)
+        return "written"
+
+    async def ls():
+        return str(files)
+
+    said = []
+
+    async def works(client, row, params):
+        for name, arguments in (("write", {"path": "a.py"}), ("ls", {})):
+            response, *_ = normalize_function_tool_return(await row["tools"][name].call(arguments))
+            said.append(response.text)
+        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
+
+    output, _ = trained(works, functions=[shared("write", write), shared("ls", ls)])
+    assert not output.masked and said == ["written", "['a.py']"]
+
+
 @pytest.mark.parametrize("threaded", [False, True])
-def test_parallel_tools_keep_their_answers_though_a_replay_asks_in_another_order(threaded):
-    end, orders, made = lives(at_most=2), iter(["ab", "ba", "ba"]), []
+def test_parallel_tools_of_a_loop_or_of_its_threads_are_called_in_the_workers_loop(threaded):
+    homes = set()
 
     async def look(city):
-        await asyncio.sleep(0.01 if city == "a" else 0)
-        made.append(city)
-        return f"it rains in {city}", 0.5, {"cost": 2}
+        homes.add(asyncio.get_running_loop())
+        return f"it rains in {city}"
 
     async def travels(client, row, params):
-        await ask(client, params, 5)
-        order, home = next(orders), asyncio.get_running_loop()
+        home = asyncio.get_running_loop()
 
         def call(city):
             look = row["tools"]["look"].call({"city": city})
             return home.run_in_executor(None, asyncio.run, look) if threaded else look
 
-        said = dict(zip(order, await asyncio.gather(*map(call, order)), strict=True))
-        assert {city: (answer[0].text, *answer[1:]) for city, answer in said.items()} == {
-            city: (f"it rains in {city}", 0.5, {"cost": 2}) for city in "ab"
-        }
-        end()
-        answer = await ask(client, params, 5)
-        return output_of(PROMPT, answer.token_ids)
+        assert await asyncio.gather(*map(call, "ab")) == ["it rains in a", "it rains in b"] and homes == {home}
+        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
 
     output, _ = trained(travels, functions=[function("look", look)])
-    assert not output.masked and sorted(made) == ["a", "b"] and output.metrics["calls_replayed"] == 2
+    assert not output.masked, output.extra_fields
 
 
-class Finds(BaseTool):
-    """Leaves what it has found in the loop's state, and says something when it is created."""
+def lives_of(turns, how):
+    """A loop of ``turns`` turns of five tokens, each with a tool call, whose first life ends after the last.
 
-    def __init__(self, what):
-        super().__init__({}, tool_schema("find"))
-        self.what = what
+    Returns its output, its training, at which turns the tool was called, and the response of the first life.
+    """
+    called, ended = [], []
 
-    async def create(self, instance_id=None, **kwargs):
-        return instance_id, ToolResponse(text="you are in a hall")
+    async def look(at):
+        called.append(at)
+        return "a"
 
-    async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
-        agent_data.extra_fields.setdefault("found", []).append(self.what)
-        return ToolResponse(text="ok"), 0.5, {"cost": 2}
+    async def converses(client, row, params):
+        made, mask = [], []
+        for turn in range(turns):
+            answer = (await ask(client, params, 5, PROMPT + made)).token_ids
+            await row["tools"]["look"].call({"at": turn})
+            made, mask = [*made, *answer, 1], [*mask, *[1] * len(answer), 0]
+        if not ended:
+            ended.append(made)
+            if how == "fails":
+                raise Dies
+            await asyncio.Event().wait()
+        return output_of(PROMPT, made, mask)
+
+    async def story(life):
+        if how == "worker dies":
+            # Its slot goes back after 10 ms, and what it has made is reported.
+            while not (ended and life.actor._manager.samples.away):
+                await asyncio.sleep(0.001)
+            await life.die()
+        return (await life.train())[1], life
+
+    output, life = play(beside_plain(converses, functions=[function("look", look)], tick=0.01), story)
+    return output, life, called, ended[0]
 
 
-@pytest.mark.parametrize(
-    ("what", "reads", "said"),
-    [
-        (3, False, None),
-        (object(), False, "what tool find leaves.found[1]: builtins.object cannot be saved"),
-        (3, True, "tool find: its instance is created by its first real call"),
-    ],
-    ids=["is journaled", "cannot be", "is not known"],
-)
-def test_what_a_tool_leaves_for_the_reward_is_there_in_a_replay_or_refused_by_name(what, reads, said):
-    end, scored = lives(), []
+@pytest.mark.parametrize("how", ["fails", "worker dies"])
+def test_single_turn_sample_goes_on_from_its_tokens_and_calls_its_tool_anew(how):
+    output, life, called, before = lives_of(1, how)
+    assert output.response_ids.tolist() == before and called == [0, 0]
+    assert output.metrics["untrained_tokens"] == life.figures()["failures/lost_tokens_total"] == 0
 
-    async def searches(client, row, params):
-        data = SimpleNamespace(extra_fields={"found": [0]})
-        for _ in range(2):
-            instance, first = await row["tools"]["find"].create()
-            if reads:
-                assert first.text
-            await row["tools"]["find"].execute(instance, {}, agent_data=data)
-            await row["tools"]["find"].release(instance)
-        answer = await ask(client, params, 5)
-        end()
-        return output_of(PROMPT, answer.token_ids, extra_fields=data.extra_fields)
 
-    async def reward(output, row):
-        scored.append(output.extra_fields.get("found"))
-        output.reward_score = 1.0
+@pytest.mark.parametrize("how", ["fails", "worker dies"])
+def test_conversation_begins_anew_and_its_tokens_are_counted_as_lost(how):
+    output, life, called, before = lives_of(3, how)
+    assert not output.masked and output.response_ids.tolist() != before and called == [0, 1, 2] * 2
+    assert (life.figures()["failures/lost_tokens_total"], output.metrics["untrained_tokens"]) == (15, 0)
 
-    output, _ = trained(searches, functions=[Finds(what)], score=reward)
-    assert output.masked == (said is not None)
-    if said is None:
-        assert sorted(scored, key=bool) == [None, [0, 3, 3]] and output.metrics["calls_replayed"] == 2
-    else:
-        assert said in output.extra_fields["sample_error"]
+
+def test_conversation_of_a_run_that_is_resumed_three_times_trains_within_the_bound(tmp_path):
+    """A checkpoint has its group's birth and none of its tokens; the round waits for a group at its bound."""
+    begun = []
+
+    async def converses(client, row, params):
+        begun.append(1)
+        first = (await ask(client, params, 5)).token_ids
+        second = (await ask(client, params, 40, [*PROMPT, *first, 1])).token_ids
+        return output_of(PROMPT, [*first, 1, *second], [1] * 5 + [0] + [1] * 40)
+
+    async def either(client, row, params):
+        return await (converses(client, row, params) if row["converses"] else plain(client, row, params, 10))
+
+    async def story(life):
+        for resumed in range(3):
+            while len(begun) <= resumed:
+                await asyncio.sleep(0.001)
+            await life.stop_round()
+            await life.resume(tmp_path / str(resumed))
+            await life.next_round()
+        await life.train()
+        return life, {uid: step for step, uids in enumerate(life.steps) for uid in uids}
+
+    rows = [{"converses": i == 0} for i in range(6)]
+    life, trained_at = play(lambda: Life(either, rows, max_staleness=3, overlap=3.0), story)
+    (output,) = life.outputs["0/0"]
+    assert trained_at["0/0"] == 3, "in the version at its bound"
+    assert len(begun) == 4 and output.generated.tolist() == [3] * 45 and output.staleness(3) == 0
+    assert 0 < life.figures()["failures/lost_tokens_total"] <= 3 * 45

@@ -29,7 +29,7 @@ from recipe.partial_rollout.manager.admission import pacing_load
 from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, masked_output
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import GroupState, Progress, Prompt, SampleState, Segment
+from recipe.partial_rollout.manager.types import GroupState, Prompt, SampleState, Segment
 from recipe.partial_rollout.records.run_log import Ended, RolloutPhase, Round, RunLog, TrainedGroup
 from recipe.partial_rollout.tools.audit import audit
 from tests.unit import orders
@@ -66,9 +66,9 @@ def tokens_of(sample_id, start, length):
     return (np.arange(start, start + length, dtype=np.int32) * 7 + crc32(sample_id.encode()) % 997).astype(np.int32)
 
 
-def segment_of(sample_id, start, length, version, stop_reason):
+def segment_of(sample_id, start, length, version, stop_reason, turn=0):
     ids = tokens_of(sample_id, start, length)
-    return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason)
+    return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason, turn)
 
 
 IN_THE_MANAGER = (GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN)
@@ -84,8 +84,8 @@ def assert_same_output(actual, expected):
 
 
 def assert_same_segments(actual, expected):
-    assert [(s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in actual] == [
-        (s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason) for s in expected
+    assert [(s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason, s.turn) for s in actual] == [
+        (s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason, s.turn) for s in expected
     ]
 
 
@@ -101,8 +101,9 @@ class Model:
     """worker that still has the conversation of a sample, by sample"""
     failed: list = field(default_factory=list)
     failures: dict = field(default_factory=dict)
-    journals: dict = field(default_factory=dict)
-    tools: dict = field(default_factory=dict)
+    segments: dict = field(default_factory=dict)
+    lost: int = 0
+    """tokens of conversations that began anew"""
     births: dict = field(default_factory=dict)
     outputs: dict = field(default_factory=dict)
     taken: list = field(default_factory=list)
@@ -111,9 +112,19 @@ class Model:
 
     def copy_without_owners(self):
         kept = "failures", "births", "outputs", "trained", "filtered"
-        journals, tools = ({key: list(value) for key, value in of.items()} for of in (self.journals, self.tools))
+        segments = {key: list(value) for key, value in self.segments.items()}
         copies = {name: copy(getattr(self, name)) for name in kept}
-        return Model(self.offered, self.version, journals=journals, tools=tools, **copies)
+        model = Model(self.offered, self.version, segments=segments, lost=self.lost, **copies)
+        for sample_id in segments.keys() - self.outputs.keys():
+            model.end_conversation(sample_id)
+        return model
+
+    def end_conversation(self, sample_id):
+        """Nobody has it any more: a sample of several turns begins anew."""
+        segments = self.segments.get(sample_id, [])
+        if {segment.turn for segment in segments} - {0}:
+            self.lost += sum(map(len, segments))
+            segments.clear()
 
 
 def some_run(self):
@@ -203,6 +214,9 @@ class ManagerLife(RuleBasedStateMachine):
         worker = list(self.capacity)[pick % len(self.capacity)]
         self.manager.release_worker(worker)
         del self.capacity[worker]
+        for sample_id, holder in self.model.holders.items():
+            if holder == worker and sample_id not in self.model.outputs:
+                self.model.end_conversation(sample_id)
         self.model.running = {s: w for s, w in self.model.running.items() if w != worker}
         self.model.away = {s: w for s, w in self.model.away.items() if w != worker}
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
@@ -228,8 +242,7 @@ class ManagerLife(RuleBasedStateMachine):
             assert sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
             assert grant.held == held
-            assert_same_segments(grant.segments, [] if held else model.journals.get(sample_id, []))
-            assert list(grant.tool_results) == ([] if held else model.tools.get(sample_id, []))
+            assert_same_segments(grant.segments, [] if held else model.segments.get(sample_id, []))
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
             model.births.setdefault(grant.group_uid, model.version)
@@ -272,21 +285,12 @@ class ManagerLife(RuleBasedStateMachine):
         self.extend(self.picked(pick), length, stop)
 
     def extend(self, sample_id, length, stop=None):
-        journal = self.model.journals.setdefault(sample_id, [])
-        segment = segment_of(sample_id, sum(map(len, journal)), length, self.model.version, stop)
-        self.manager.add(Progress(sample_id, [segment]))
+        segments = self.model.segments.setdefault(sample_id, [])
+        made, turn = sum(map(len, segments)), sum(segment.stop_reason is not None for segment in segments)
+        segment = segment_of(sample_id, made, length, self.model.version, stop, turn)
+        self.manager.add(sample_id, [segment])
         if length:
-            journal.append(segment)
-
-    @precondition(some_end)
-    @rule(pick=PICK)
-    def add_tool_result(self, pick):
-        self.tool_result(self.picked(pick, *self.model.away))
-
-    def tool_result(self, sample_id):
-        results = self.model.tools.setdefault(sample_id, [])
-        results.append({"text": f"result {len(results)}", "reward": None})
-        self.manager.add(Progress(sample_id, tool_results=[results[-1]]))
+            segments.append(segment)
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))
@@ -298,20 +302,18 @@ class ManagerLife(RuleBasedStateMachine):
 
     @precondition(some_run)
     @rule(pick=PICK, length=st.integers(0, 4))
-    def leave(self, pick, length):
+    def park(self, pick, length):
         """Its reward takes long, or a tool."""
         sample_id = self.picked(pick)
         self.extend(sample_id, length, "completed")
-        self.manager.leave(sample_id)
+        self.manager.park(sample_id)
         self.model.away[sample_id] = self.model.running.pop(sample_id)
 
     @precondition(lambda self: self.model.away)
-    @rule(pick=PICK, result=st.booleans())
-    def come_back(self, pick, result):
+    @rule(pick=PICK)
+    def come_back(self, pick):
         """Its tool has answered; it needs a slot again."""
         sample_id = list(self.model.away)[pick % len(self.model.away)]
-        if result:
-            self.tool_result(sample_id)
         self.manager.interrupt(sample_id)
         del self.model.away[sample_id]
 
@@ -323,7 +325,7 @@ class ManagerLife(RuleBasedStateMachine):
     def end_sample(self, sample_id, length):
         if sample_id in self.model.running:
             self.extend(sample_id, length, "completed")
-        output = output_of(self.model.journals[sample_id], self.model.tools.get(sample_id, []), self.reward(sample_id))
+        output = output_of(self.model.segments[sample_id], self.reward(sample_id))
         self.manager.finish(sample_id, output)
         self.forget(sample_id, output)
 
@@ -367,12 +369,14 @@ class ManagerLife(RuleBasedStateMachine):
             model.failed.append(sample_id)
             self.leave_worker(sample_id)
         else:
-            self.forget(sample_id, masked_output(model.journals.get(sample_id, []), "boom"))
+            self.forget(sample_id, masked_output(model.segments.get(sample_id, []), "boom"))
 
     @precondition(lambda self: self.model.failed)
     @rule(pick=PICK)
     def retry(self, pick):
-        self.manager.retry(self.model.failed.pop(pick % len(self.model.failed)))
+        sample_id = self.model.failed.pop(pick % len(self.model.failed))
+        self.manager.retry(sample_id)
+        self.model.end_conversation(sample_id)
 
     # -- trainer ---------------------------------------------------------------------------------------------------
 
@@ -519,7 +523,7 @@ class ManagerLife(RuleBasedStateMachine):
 
     def retry_all(self):
         while self.model.failed:
-            self.manager.retry(self.model.failed.pop())
+            self.retry(0)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -558,7 +562,7 @@ class ManagerLife(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_repeated(self):
-        assert self.manager.groups.lost == 0
+        assert self.manager.groups.lost == 0 and self.manager.counters.lost_tokens == self.model.lost
         assert len(set(self.model.trained)) == len(self.model.trained) == self.manager.counters.trained_groups
         assert len(set(self.model.filtered)) == len(self.model.filtered) == self.manager.counters.filtered_groups
         assert not set(self.model.filtered) & set(self.model.trained + self.model.taken)

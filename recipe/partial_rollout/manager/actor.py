@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
@@ -29,7 +29,12 @@ from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.scheduling import POLICY
 from recipe.partial_rollout.manager.types import (
+    Added,
+    Failed,
+    Finished,
     Grant,
+    Interrupted,
+    Parked,
     Prompt,
     ReadyBatch,
     Report,
@@ -301,15 +306,24 @@ class ManagerActor:
         self._new_errors += filter(self._errors.note, report.errors)
         if report.fatal is not None:
             self._fail(report.fatal)
-        for verb, *details in report.events:
-            if verb == "fail":
-                self._book_failure(report.worker, *details)
-            else:
-                getattr(self._manager, verb)(*details)
+        for event in report.events:
+            match event:
+                case Added(sample_id, segments):
+                    self._manager.add(sample_id, segments)
+                case Parked(sample_id):
+                    self._manager.park(sample_id)
+                case Interrupted(sample_id):
+                    self._manager.interrupt(sample_id)
+                case Finished(sample_id, output):
+                    self._manager.finish(sample_id, output)
+                case Failed(sample_id, error, times):
+                    self._book_failure(report.worker, sample_id, error, times)
+                case _:
+                    assert_never(event)
         self._manager.counters.failed += report.rescored
         self._manager.counters.retried += report.rescored
 
-    def _book_failure(self, worker: str, sample_id: str, error: str, times: int = 1) -> None:
+    def _book_failure(self, worker: str, sample_id: str, error: str, times: int) -> None:
         verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:

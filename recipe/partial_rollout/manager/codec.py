@@ -1,17 +1,18 @@
 """The manager's state as plain Python and numpy, and back.
 
 Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, row}`` each;
-``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has its
-journal (``segments``, ``tool_results``), ``failures``, ``error`` and, once it has finished, its ``output``.
+``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has
+``failures``, ``error``, its ``output`` once it has finished, and until then its ``segments`` if it is single-turn.
 
-Workers are left out: a running sample is restored as interrupted, and a group that the trainer had taken but not
-acknowledged is restored as ready.
+Workers and their conversations are left out: a single-turn sample goes on from its tokens, a multi-turn sample begins
+anew, and ``counters`` has its tokens as lost. Its group keeps its birth, so it is trained within the bound all the same. A
+group that the trainer had taken but not acknowledged is restored as ready.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,12 +50,14 @@ def capture(manager: PromptsManager) -> dict[str, Any]:
     if groups.taken and not manager.batch_taken:
         raise RuntimeError(f"version {version} has begun, the batch before it is not trained: too early to save")
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
+    live = manager.samples.unfinished.values()
+    lost = sum(len(segment) for sample in live if not sample.lasting_segments for segment in sample.segments)
     return {
         "version": version,
         "last_offered": reserve.last_offered,
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
-        "counters": asdict(groups.counters),
+        "counters": asdict(replace(groups.counters, lost_tokens=groups.counters.lost_tokens + lost)),
         "trained": np.array(list(groups.trained.items()), np.int64).reshape(-1, 2),
         "reserve": [_fields(prompt) for prompt in reserve.prompts],
         "groups": [
@@ -65,8 +68,7 @@ def capture(manager: PromptsManager) -> dict[str, Any]:
                 "stored": group.stored,
                 "samples": [
                     {
-                        "segments": list(sample.segments),
-                        "tool_results": list(sample.tool_results),
+                        "segments": list(sample.lasting_segments),
                         "failures": sample.failures,
                         "error": sample.error,
                         "output": sample.output,

@@ -43,19 +43,19 @@ _FOLLOWS = {
     GroupState.TRAINED: GroupState.TAKEN,
 }
 """the only state from which each state of a group can be entered; it begins as WAITING"""
-_BY_JOURNAL = None
-"""INTERRUPTED if the sample has a journal, from which any worker may continue; else WAITING"""
+_ANEW = None
+"""Nobody has its conversation: INTERRUPTED if it is single-turn and any worker may go on from its tokens, else WAITING."""
 
 VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
-    "admit": ((SampleState.WAITING,), _BY_JOURNAL),
+    "admit": ((SampleState.WAITING,), _ANEW),
     "claim": ((SampleState.WAITING, SampleState.INTERRUPTED), SampleState.RUNNING),
-    "leave": ((SampleState.RUNNING,), SampleState.AWAY),
+    "park": ((SampleState.RUNNING,), SampleState.AWAY),
     "interrupt": ((SampleState.RUNNING, SampleState.AWAY), SampleState.INTERRUPTED),
     "finish": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FINISHED),
     "fail": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FAILED),
     "mask": ((SampleState.FAILED,), SampleState.FINISHED),
-    "retry": ((SampleState.FAILED,), _BY_JOURNAL),
-    "release_worker": ((SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY), _BY_JOURNAL),
+    "retry": ((SampleState.FAILED,), _ANEW),
+    "release_worker": ((SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY), _ANEW),
 }
 """by verb: the states that a sample may leave by it, and the one that it enters"""
 
@@ -114,6 +114,8 @@ class Counters:
     """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
     away_s: float = 0.0
     """seconds in which samples lived on without their slot"""
+    lost_tokens: int = 0
+    """decoded for conversations that began anew, after a crash, a resume, a worker's death or a failure of their own"""
 
 
 @dataclass(slots=True)
@@ -320,14 +322,14 @@ class Samples:
 
     >>> samples = Samples(Counters(), clock=lambda: 0.0)
     >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", {}), order=0))
-    >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "leave", "interrupt")]
+    >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "park", "interrupt")]
     ['running', 'away', 'interrupted']
     >>> samples.move("0/0#0", "finish")
     Traceback (most recent call last):
     RuntimeError: finish: sample 0/0#0 is interrupted, not running or away
 
     Args:
-        counters: their interruptions, and seconds without a slot, are counted here.
+        counters: their interruptions, lost tokens and seconds without a slot are counted here.
         clock: seconds; stamped on state changes for stall reports.
     """
 
@@ -354,7 +356,9 @@ class Samples:
         elif verb == "interrupt":
             self._counters.interrupted += 1
         if enters is None:
-            enters = SampleState.INTERRUPTED if sample.has_journal else SampleState.WAITING
+            decoded, sample.segments = sample.cached_tokens, sample.lasting_segments
+            self._counters.lost_tokens += decoded - sample.cached_tokens
+            enters = SampleState.INTERRUPTED if sample.segments else SampleState.WAITING
         self.running[sample.worker] += (enters is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
         self.away += (enters is SampleState.AWAY) - (sample.state is SampleState.AWAY)
         sample.state, sample.since = enters, now

@@ -34,11 +34,11 @@ from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, order_o
 from recipe.partial_rollout.manager.types import (
     Grant,
     GroupState,
-    Progress,
     PromptGroup,
     Sample,
     SampleOutput,
     SampleState,
+    Segment,
     TakenGroup,
 )
 
@@ -130,32 +130,29 @@ class PromptsManager:
             self.groups.start(group, self.version)
             self.slots.queue.refresh(group)
         self.counters.resumed += sample.state is SampleState.INTERRUPTED
-        # This worker still holds the conversation, so its journal need not be sent at every resumption.
+        # A worker that still holds the conversation has its tokens; they need not be sent at every resumption.
         held = sample.worker == worker
-        journals = ((), ()) if held else (tuple(sample.segments), tuple(sample.tool_results))
+        segments = () if held else tuple(sample.segments)
         sample.worker = worker
         self.samples.move(sample.id, "claim")
-        return Grant(sample.id, group.uid, group.order, group.prompt.row, *journals, held=held)
+        return Grant(sample.id, group.uid, group.order, group.prompt.row, segments, held=held)
 
-    def add(self, progress: Progress) -> None:
-        """Cache what a sample has made, so that it survives its worker; forget the turns that are given up."""
+    def add(self, sample_id: str, segments: Sequence[Segment]) -> None:
+        """Cache what a sample has made, so that a single-turn sample survives its worker."""
         # Of calls beside each other one may be interrupted, and give the slot back, before the others have ended.
-        sample = self.samples.in_state(progress.sample_id, "add", _LIVE)
-        sample.segments += [segment for segment in progress.segments if len(segment)]
-        if progress.given_up:
-            sample.segments = [kept for kept in sample.segments if kept.turn not in progress.given_up]
-        sample.tool_results += progress.tool_results
+        sample = self.samples.in_state(sample_id, "add", _LIVE)
+        sample.segments += [segment for segment in segments if len(segment)]
 
-    def leave(self, sample_id: str) -> None:
+    def park(self, sample_id: str) -> None:
         """Free its slot; the worker goes on with it."""
-        self.samples.move(sample_id, "leave")
+        self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:
         """It needs a slot again, before any new prompt, in its worker, which keeps the conversation; free what it has."""
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
-        """Free its slot; ``output`` replaces the journal. After the last sample its group is READY, or FILTERED."""
+        """Free its slot; ``output`` replaces its segments. After the last sample its group is READY, or FILTERED."""
         self._end(self.samples.move(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
@@ -175,11 +172,11 @@ class PromptsManager:
         return verdict
 
     def retry(self, sample_id: str) -> None:
-        """Make a failed sample claimable; any worker may continue from its journal."""
+        """Make a failed sample claimable: a single-turn sample goes on from its tokens, a multi-turn sample begins anew."""
         self._requeue(sample_id, "retry")
 
     def release_worker(self, worker: str) -> int:
-        """Forget a dead worker and requeue its samples with their journals; returns how many."""
+        """Forget a dead worker and requeue its samples, as ``retry`` does; returns how many."""
         held = self.slots.release(worker)
         for sample in held:
             self._requeue(sample.id, "release_worker")
@@ -194,7 +191,7 @@ class PromptsManager:
     def _end(self, sample: Sample, output: SampleOutput) -> None:
         group = sample.group
         sample.output = output
-        sample.segments, sample.tool_results = [], []
+        sample.segments = []
         del self.samples.unfinished[sample.id]
         self.groups.end_sample(group, output.response_length)
         self.slots.queue.refresh(group)
@@ -371,6 +368,7 @@ class PromptsManager:
             "failures/failed_total": counters.failed,
             "failures/retried_total": counters.retried,
             "failures/masked_total": counters.masked,
+            "failures/lost_tokens_total": counters.lost_tokens,
             "lost_samples": groups.lost * self._settings.samples_per_group,
             **groups.length_bias(),
         }

@@ -59,7 +59,7 @@ class Segment:
     turn: int = 0
     """number of its turn in the sample; turns may run beside each other"""
     asked: str = ""
-    """what its turn answers: a digest of the prompt's tokens and of the sampling parameters (``live_sample.digest_of``)"""
+    """digest of the prompt and the sampling parameters of its turn (``live_sample.digest_of``)"""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.log_probs.shape:
@@ -92,7 +92,7 @@ class SampleOutput:
     reward_extra_info: dict[str, Any]
     num_turns: int
     metrics: dict[str, float]
-    """verl's agent-loop metrics (seconds), and how many tool calls were ``calls_replayed`` and ``calls_asked``"""
+    """verl's agent-loop metrics (seconds), and the ``untrained_tokens`` that were decoded for it"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     """whether this replaces a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""
@@ -148,9 +148,7 @@ class Sample:
     worker: str | None = None
     """the worker that runs it or holds its live conversation"""
     segments: list[Segment] = field(default_factory=list)
-    """journal of its engine calls, oldest first; it resumes from there"""
-    tool_results: list[dict[str, Any]] = field(default_factory=list)
-    """journal of its finished tool calls, oldest first; JSON-able"""
+    """what its engine calls have made, oldest first"""
     failures: int = 0
     """times that its agent loop raised"""
     error: str | None = None
@@ -165,8 +163,12 @@ class Sample:
         return sum(len(segment) for segment in self.segments)
 
     @property
-    def has_journal(self) -> bool:
-        return bool(self.segments or self.tool_results)
+    def lasting_segments(self) -> list[Segment]:
+        """Segments that outlive its conversation: all of a single-turn sample, none of a multi-turn one.
+
+        A second turn's prompt has tool answers, which only the agent loop knows.
+        """
+        return [] if any(segment.turn for segment in self.segments) else self.segments
 
 
 @dataclass(slots=True, eq=False)
@@ -238,27 +240,9 @@ class Grant:
     order: int
     row: dict[str, Any]
     segments: tuple[Segment, ...]
-    """its engine calls so far; empty, like ``tool_results``, for the worker that still holds the conversation"""
-    tool_results: tuple[dict[str, Any], ...] = ()
-    """its finished tool calls so far"""
+    """of its first turn, from which it goes on; empty for the worker that still holds its conversation"""
     held: bool = False
     """whether the worker that gets it still holds its conversation"""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What happened in a running sample since its worker last reported on it; the worker adds to it until it is sent."""
-
-    sample_id: str
-    segments: list[Segment] = field(default_factory=list)
-    tool_results: list[dict[str, Any]] = field(default_factory=list)
-    """JSON-able results of finished tool calls, oldest first"""
-    given_up: list[int] = field(default_factory=list)
-    """numbers of the turns that its agent loop no longer awaits: they leave the journal"""
-
-    def __bool__(self) -> bool:
-        """Whether anything happened."""
-        return bool(self.segments or self.tool_results or self.given_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +261,55 @@ class TakenGroup:
 # -- messages between the manager actor, its workers and the driver -----------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Engine calls of a sample made ``segments`` since its worker last reported on it."""
+
+    sample_id: str
+    segments: list[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A sample gave its slot back and lives on in its worker."""
+
+    sample_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A sample needs a slot again, in the same worker."""
+
+    sample_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sample has ended with ``output``, which stands for all that was not reported yet."""
+
+    sample_id: str
+    output: SampleOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The agent loop of a sample, or its reward ``times`` in a row, raised ``error`` (one line)."""
+
+    sample_id: str
+    error: str
+    times: int = 1
+
+
+Event = Added | Parked | Interrupted | Finished | Failed
+
+
 @dataclass(slots=True)
 class Report:
     """What happened to a worker's samples, in one message; the worker adds to it until it is sent."""
 
     worker: str
-    events: list[tuple[Any, ...]] = field(default_factory=list)
-    """in their order, each a verb of ``PromptsManager`` and its arguments: add, leave, interrupt, finish or fail"""
+    events: list[Event] = field(default_factory=list)
+    """in the order in which they happened"""
     rescored: int = 0
     """rewards that failed and are asked for again"""
     errors: list[ToldError] = field(default_factory=list)

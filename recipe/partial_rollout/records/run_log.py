@@ -247,6 +247,8 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
     """unfinished groups that it started with"""
     lost_samples: Count = 0
     """samples unaccounted for so far, not only in this round"""
+    lost_tokens: Count = 0
+    """decoded so far for conversations that began anew (``Counters.lost_tokens``)"""
 
     @property
     def version(self) -> int:

@@ -92,6 +92,7 @@ def booked(
         resume_s=batch.waits.get("resume_s"),
         carried_groups=batch.start.carried_groups,
         lost_samples=int(account.metrics["lost_samples"]),
+        lost_tokens=int(account.metrics["failures/lost_tokens_total"]),
     )
     if account.spared and settings.group_filter is not None:
         limit = f"algorithm.filter_groups.max_num_gen_batches={settings.group_filter.max_num_gen_batches}"
@@ -182,11 +183,13 @@ def length_metrics(trained: Sequence[TrainedGroup]) -> dict[str, float]:
 
 
 def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
-    """Where some samples have called tools: mean turns, mean seconds in tools and these as a share of their lives, and the
-    calls that the journal answered or a ``status`` was asked for. And tokens decoded that are not trained, if any."""
-    in_tools, in_turns, replayed, asked, untrained = (
+    """Where some samples have called tools: mean turns, mean seconds in tools, and these as a share of the samples' lives.
+
+    And tokens decoded for the samples that are not trained, if any.
+    """
+    in_tools, in_turns, untrained = (
         sum(output.metrics.get(name, 0.0) for output in outputs)
-        for name in ("tool_calls", "generate_sequences", "calls_replayed", "calls_asked", "untrained_tokens")
+        for name in ("tool_calls", "generate_sequences", "untrained_tokens")
     )
     unused = {"agent/untrained_tokens": untrained} if untrained else {}
     if not in_tools:
@@ -196,6 +199,4 @@ def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
         "agent/turns": sum(output.num_turns for output in outputs) / len(outputs),
         "agent/tool_s": in_tools / len(outputs),
         "agent/tool_share": in_tools / (in_tools + in_turns),
-        "agent/calls_replayed": replayed,
-        "agent/calls_asked": asked,
     }

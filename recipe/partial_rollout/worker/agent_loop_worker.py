@@ -43,10 +43,10 @@ from recipe.partial_rollout.worker.live_sample import (
 )
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
-from recipe.partial_rollout.worker.tool_journal import journaled
+from recipe.partial_rollout.worker.tool_deadline import timed
 
-_THREADS = 1024
-"""of the event loop, made as they are needed: samples that are carried keep theirs, and the others need some, too"""
+_THREADS = 2**20
+"""of the event loop, made as they are needed: samples that are carried keep theirs, tools that hang keep theirs for ever"""
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
@@ -158,8 +158,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         make = self._maker(row.pop("agent_name", config.agent.default_agent_loop))
         client = SampleClient(self.llm_client, sample, sample.clock)
         with rollout_trace_attr(trace=False):
-            output = await self._play(make, params, row, client, self._journaled(sample))
-        await sample.end()
+            output = await self._play(make, params, row, client, self._timed_tools(sample.clock))
+        sample.ended = True
         given = (output.multi_modal_data or {}).items()
         if shown := [kind for kind, data in given if data is not None and (not isinstance(data, list) or data)]:
             raise ValueError(
@@ -177,14 +177,15 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
         try:
-            return await clock.run(play(SampleClient(self.llm_client, None, clock), self._journaled(None)))
+            return await clock.run(play(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
         except SampleTimeoutError as error:
             held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
             raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
 
-    def _journaled(self, sample: LiveSample | None) -> list[Any]:
-        """The tools for one agent loop, of ``sample`` or of a validation."""
-        return journaled(self.tools, sample, self.config.partial_rollout.failures.tool_timeout_s)
+    def _timed_tools(self, clock: SampleClock) -> list[Any]:
+        """The tools for one agent loop, whose clock is given."""
+        timeout_s = self.config.partial_rollout.failures.tool_timeout_s
+        return timed(self.tools, clock, timeout_s, self._claims.outbox.note_error)
 
 
 # -- tokens and the calls that made them --------------------------------------------------------------------------------
@@ -217,11 +218,6 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
             raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
     versions, log_probs = _align(sample, prompt_ids, response_ids, mask.astype(bool), given)
     extra = dict(output.extra_fields)
-    counts = {
-        "calls_replayed": sample.calls_replayed,
-        "calls_asked": sample.calls_asked,
-        "untrained_tokens": sample.decoded - int(mask.sum()),
-    }
     return SampleOutput(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
@@ -232,7 +228,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
         reward_score=plain(output.reward_score),
         reward_extra_info={key: plain(value) for key, value in (extra.pop("reward_extra_info", None) or {}).items()},
         num_turns=int(output.num_turns),
-        metrics={**output.metrics.model_dump(), **counts},
+        metrics={**output.metrics.model_dump(), "untrained_tokens": sample.decoded - int(mask.sum())},
         extra_fields=extra,
     )
 
@@ -270,7 +266,7 @@ def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarra
     first tokens stand there. Shorter prompts first; of equal ones the call that began last."""
     whole, read, context = np.concatenate([prompt_ids, response_ids]), 0, context_hash()
     for turn in sorted(turns, key=lambda turn: (turn.start, -turn.number)):
-        if turn.given_up or not len(prompt_ids) <= turn.start < len(whole):
+        if not turn.complete or not len(prompt_ids) <= turn.start < len(whole):
             continue
         context.update(whole[read : turn.start].tobytes())
         read = turn.start

@@ -7,9 +7,8 @@ Its control flow::
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
-the next event: an interruption, a tool call, the end of the sample. If a tool or its reward takes long, the turn is
-reported and the slot goes back; the sample asks for one again with its next engine call. The end of a round leaves nothing
-unreported.
+the next event: an interruption, or the end of the sample. If a tool or its reward takes long, the turn is reported and the
+slot goes back; the sample asks for one again with its next engine call. The end of a round leaves nothing unreported.
 """
 
 from __future__ import annotations
@@ -21,7 +20,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError
-from recipe.partial_rollout.manager.types import Grant, Progress, Report, SampleOutput
+from recipe.partial_rollout.manager.types import (
+    Added,
+    Event,
+    Failed,
+    Finished,
+    Grant,
+    Interrupted,
+    Parked,
+    Report,
+    SampleOutput,
+)
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of, wait
 from recipe.partial_rollout.worker.live_sample import LiveSample, SlotState
 from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
@@ -83,34 +92,26 @@ class Outbox:
     def note(self, sample: LiveSample) -> None:
         """Add what the manager does not know about ``sample`` to the next report."""
         if sample.unsent:
-            self.unsent.events.append(("add", sample.unsent))
-            sample.unsent = Progress(sample.id)
+            self.unsent.events.append(Added(sample.id, sample.unsent))
+            sample.unsent = []
 
-    def note_error(self, error: Exception) -> None:
-        """Report an error that fails no sample: a tool's, which is its answer, or of a reward that is asked for again."""
-        self.unsent.rescored += isinstance(error, RewardError)
-        self._note(ToldError.of(error))
+    def note_error(self, error: BaseException) -> ToldError:
+        """Add ``error`` to the next report if it is the first of its kind; returns it as text."""
+        told = ToldError.of(error)
+        if self._errors.note(told):
+            self.unsent.errors.append(told)
+        return told
 
-    def _note(self, error: ToldError) -> None:
-        if self._errors.note(error):
-            self.unsent.errors.append(error)
+    def note_rescored(self, error: RewardError) -> None:
+        """Report a reward that failed and is asked for again."""
+        self.unsent.rescored += 1
+        self.note_error(error)
 
-    def report_now(self, sample: LiveSample, *events: tuple[Any, ...]) -> None:
+    def report_now(self, sample: LiveSample, *events: Event) -> None:
         """Send what the manager does not know about ``sample``, then ``events``, and all else that is unsent."""
         self.note(sample)
         self.unsent.events += events
         self.send()
-
-    def fail(self, sample: LiveSample, error: BaseException, *, ends_the_run: bool) -> None:
-        """Report what the agent loop of ``sample``, or its reward, has raised."""
-        told = ToldError.of(error)
-        self._note(told)
-        if ends_the_run:
-            self.unsent.fatal = told.line
-            return
-        times = error.times if isinstance(error, RewardError) else 1
-        self.note(sample)
-        self.unsent.events.append(("fail", sample.id, told.line, times))
 
 
 class ClaimLoop:
@@ -216,7 +217,7 @@ class ClaimLoop:
         else:
             self._any_finished = True
             # It stands for all that is not reported yet.
-            self.outbox.unsent.events.append(("finish", sample.id, output))
+            self.outbox.unsent.events.append(Finished(sample.id, output))
         del self.samples[sample.id]
         self._beginning.discard(sample.id)
         self._settle(sample)
@@ -234,11 +235,16 @@ class ClaimLoop:
                 await self._end(sample)
             except GrantTimeoutError as late:
                 error, ends_the_run = late, True
-        self.outbox.fail(sample, error, ends_the_run=ends_the_run)
+        told, outbox = self.outbox.note_error(error), self.outbox
+        if ends_the_run:
+            outbox.unsent.fatal = told.line
+            return
+        times = error.times if isinstance(error, RewardError) else 1
+        outbox.report_now(sample, Failed(sample.id, told.line, times))
 
     async def _end(self, sample: LiveSample) -> None:
-        """Withdraw what the agent loop has left behind; returns once the manager can be told of the sample's end."""
-        await sample.end()
+        """Silence the calls that the agent loop has left behind; returns once the sample's end can be reported."""
+        sample.ended = True
         if sample.slot is SlotState.ASKED:
             # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
             async with self._grant_in_time(sample):
@@ -252,8 +258,11 @@ class ClaimLoop:
 
         All together they are no more requests than the worker has slots: a second call of a sample takes the place of a
         sample that has a slot and does not decode, or waits.
+
+        Raises:
+            asyncio.CancelledError: the agent loop has ended and left the call behind.
         """
-        sample.require_life()
+        _require_listener(sample)
         sample.calling += 1
         self._beginning.discard(sample.id)
         if sample.slot is SlotState.AWAY:
@@ -262,6 +271,7 @@ class ClaimLoop:
             async with self._grant_in_time(sample):
                 while (obstacle := self._obstacle(sample)) is not None:
                     await obstacle.wait()
+            _require_listener(sample)
             self._running += 1
             try:
                 yield
@@ -298,6 +308,7 @@ class ClaimLoop:
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
+        _require_listener(sample)
         if sample.slot is SlotState.HELD:
             sample.granted.clear()
             self._ask_for_slot(sample)
@@ -310,7 +321,8 @@ class ClaimLoop:
         if sample.late is not None:
             sample.late.cancel()
             sample.late = None
-        if sample.id in self.samples and not sample.calling and self._release_after_s < math.inf:
+        alive = self.samples.get(sample.id) is sample
+        if alive and not sample.calling and self._release_after_s < math.inf:
             # Of hundreds that begin at once each waits for the others.
             begin_s = _BEGIN_S * len(self._beginning) if sample.id in self._beginning else 0
             seconds = self._release_after_s + begin_s
@@ -319,7 +331,7 @@ class ClaimLoop:
     def _ask_for_slot(self, sample: LiveSample) -> None:
         """Have the manager grant a slot again."""
         sample.slot = SlotState.ASKED
-        self.outbox.report_now(sample, ("interrupt", sample.id))
+        self.outbox.report_now(sample, Interrupted(sample.id))
 
     def _leave(self, sample: LiveSample) -> None:
         """The slot goes to another sample: this one has made no engine call for a while, whatever it awaits."""
@@ -327,7 +339,13 @@ class ClaimLoop:
             return
         sample.slot = SlotState.AWAY
         sample.granted.clear()
-        self.outbox.report_now(sample, ("leave", sample.id))
+        self.outbox.report_now(sample, Parked(sample.id))
+
+
+def _require_listener(sample: LiveSample) -> None:
+    """Cancel an engine call that an agent loop has left behind: it may not hold or ask for the slot of another sample."""
+    if sample.ended:
+        raise asyncio.CancelledError
 
 
 def _ends_the_run(error: BaseException, *, first: bool) -> bool:

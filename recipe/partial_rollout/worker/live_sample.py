@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import Grant, Progress, Segment
+from recipe.partial_rollout.manager.types import Grant, Segment
 
 if TYPE_CHECKING:
     from recipe.partial_rollout.worker.claim_loop import ClaimLoop
@@ -41,7 +39,7 @@ class SampleClock:
     """
 
     def __init__(self, name: str, deadline_s: float | None = None) -> None:
-        self._name = name
+        self.name = name
         self._deadline_s = deadline_s
         self._timeout: asyncio.Timeout | None = None
         self._stops = 0
@@ -66,7 +64,7 @@ class SampleClock:
             task.cancel()
         if late or self._error is not None:
             raise self._error or SampleTimeoutError(
-                f"the agent loop of {self._name} made no engine call for {self._deadline_s:g} s "
+                f"the agent loop of {self.name} made no engine call for {self._deadline_s:g} s "
                 f"(partial_rollout.failures.sample_timeout_s)"
             ) from where
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
@@ -149,10 +147,6 @@ class Request:
     waited_s: float = 0.0
     """see ``EngineCall``"""
     address: str = ""
-    server: Any = None
-    """handle of the replica's server"""
-    id: str = ""
-    """vLLM's"""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,20 +160,15 @@ class Turn:
     context: bytes
     """digest of its prompt (``context_hash``)"""
     asked: str
-    """``digest_of`` prompt and sampling parameters, by which a replay finds it"""
+    """``digest_of`` prompt and sampling parameters"""
     segments: list[Segment]
-    given_up: bool = False
-    """whether the loop no longer awaits it; it is not trained"""
-    task: asyncio.Task[Any] | None = None
-    """asks for it, in as many requests as it takes"""
-    request: Request | None = None
-    """that a replica has not answered"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
 
     @property
     def complete(self) -> bool:
+        """Whether it is answered; a call that its loop gave up never is, and is not trained."""
         return bool(self.segments) and self.segments[-1].stop_reason is not None
 
     @property
@@ -199,18 +188,6 @@ class Turn:
         return np.concatenate(parts or [np.empty(0, np.int32)])
 
 
-@dataclass(slots=True)
-class ToolState:
-    """What is known of the state that one tool keeps for a sample (``tool_journal``)."""
-
-    handle: Any = None
-    """the last that was journaled; None: before any call"""
-    in_place: bool = False
-    """whether the tool is in it, or has gone on from there"""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """held by the call that may change it"""
-
-
 class SlotState(StrEnum):
     """Of a live sample, as its worker knows it."""
 
@@ -227,24 +204,15 @@ class LiveSample:
     """A training sample in its worker."""
 
     grant: Grant
-    """with which it came here; its journal is from before a crash, a worker's death or a retry: an engine or tool call
-    that asks the same is answered from it"""
+    """with which it came here"""
     keeper: ClaimLoop
     """grants its slots, and reports what happens to it"""
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
-    tool_states: defaultdict[str, ToolState] = field(default_factory=lambda: defaultdict(ToolState))
-    """by tool"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run beside each other"""
     decoded: int = 0
-    """tokens that engines made for it, those of the journal included"""
-    calls_replayed: int = 0
-    """tool calls that the journal answered"""
-    calls_asked: int = 0
-    """tool calls whose outcome the tool's ``status`` was asked for"""
-    fields_from: dict[str, int] = field(default_factory=dict)
-    """what the journal has put there: when the tool call that left it had ended, as in ``_tools``"""
+    """tokens that engines made for it, those of its grant included"""
     calls: int = 0
     """requests to replicas"""
     slot: SlotState = SlotState.HELD
@@ -256,31 +224,21 @@ class LiveSample:
     late: asyncio.TimerHandle | None = None
     """makes it AWAY"""
     ended: bool = False
-    """whether its agent loop has ended; what it has left behind is not heard any more"""
+    """whether its agent loop has ended; nothing that it left behind is reported"""
     place: Place = field(default_factory=Place)
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
-    _journal: defaultdict[int, list[Segment]] = field(init=False)
-    """segments that no call has asked for yet, by turn"""
+    unsent: list[Segment] = field(default_factory=list)
+    """segments that the manager does not know"""
+    _known: list[Segment] = field(init=False)
+    """first turn of a single-turn sample that goes on from its tokens, until a call asks for it"""
     _next_turn: int = field(init=False)
-    _tools: dict[int, dict[str, Any]] = field(init=False)
-    """what is restored of tool calls that were not asked for yet, by number; ``ended``: their place in the journal"""
-    _tool_numbers: Iterator[int] = field(init=False)
-    """of tool calls that are not in the journal"""
-    unsent: Progress = field(init=False)
-    """what the manager does not know of it"""
 
     def __post_init__(self, deadline_s: float | None) -> None:
-        self.clock, self.unsent = SampleClock(f"sample {self.id}", deadline_s), Progress(self.id)
-        self._journal = defaultdict(list)
-        for segment in self.grant.segments:
-            self._journal[segment.turn].append(segment)
-            self.decoded += len(segment)
-        self._next_turn = max(self._journal, default=-1) + 1
-        results = self.grant.tool_results
-        self._tools = {result["call"]: {**result, "ended": place} for place, result in enumerate(results, 1)}
-        taken = frozenset(self._tools)
-        self._tool_numbers = (number for number in itertools.count() if number not in taken)
+        self.clock = SampleClock(f"sample {self.id}", deadline_s)
+        self._known = list(self.grant.segments)
+        self.decoded = sum(map(len, self._known))
+        self._next_turn = 1 if self._known else 0
 
     @property
     def id(self) -> str:
@@ -288,7 +246,7 @@ class LiveSample:
 
     @property
     def segments(self) -> list[Segment]:
-        """What its turns are made of, including what is from the journal."""
+        """Segments of its turns, those of its grant included."""
         return [segment for turn in self.turns for segment in turn.segments]
 
     @property
@@ -298,79 +256,27 @@ class LiveSample:
         return first if first >= 0 else None
 
     def start_turn(self, start: int, context: bytes = b"", asked: str = "") -> Turn:
-        """Begin a turn after ``start`` tokens; it has what the journal knows of the same question.
+        """Begin a turn after ``start`` tokens.
 
-        Its last segment has a stop reason if it was complete. Of equal questions the first asked is answered first.
+        The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
+        under another context for any other call.
         """
-        equal = [number for number, segments in self._journal.items() if segments[0].asked == asked]
-        number = min(equal, default=self._next_turn)
-        self._next_turn = max(self._next_turn, number + 1)
-        turn = Turn(number, start, context, asked, self._journal.pop(number, []))
+        turn = Turn(self._next_turn, start, context, asked, [])
+        if self._known and self._known[0].asked == asked:
+            turn.number, turn.segments, self._known = 0, self._known, []
+        else:
+            self._next_turn += 1
         self.turns.append(turn)
         return turn
 
     def add(self, turn: Turn, segment: Segment) -> None:
         """Add tokens of ``turn`` that the engine has just made; none, if it was aborted before the first."""
-        if not len(segment) and segment.stop_reason is None:
+        if self.ended or (not len(segment) and segment.stop_reason is None):
             return
         segment = replace(segment, turn=turn.number, asked=turn.asked)
         self.decoded += len(segment)
-        if not turn.given_up:
-            turn.segments.append(segment)
-            self.unsent.segments.append(segment)
-
-    def give_up(self, turn: Turn) -> None:
-        """Close ``turn``, whose answer nobody awaits, unless it is there.
-
-        It leaves the journal, and what comes of it is only counted.
-        """
-        if turn.task is None or turn.task.done():
-            return
-        if not turn.given_up:
-            turn.given_up = True
-            self.unsent.given_up.append(turn.number)
-        if turn.request is None:
-            turn.task.cancel()
-        elif turn.request.server is not None:
-            # Its answer, the tokens that were sent, comes as that of any request; so nobody waits for this one.
-            turn.request.server.withdraw.remote(turn.request.id)
-
-    async def end(self) -> None:
-        """Its agent loop has ended: give up what it has left behind; returns once no engine has anything of it."""
-        self.ended = True
-        asking = [turn.task for turn in self.turns if turn.task is not None and not turn.task.done()]
-        for turn in self.turns:
-            self.give_up(turn)
-        if asking:
-            await asyncio.wait(asking)
-
-    def next_tool_call(self, tool: str, asked: str, *, in_order: bool) -> tuple[int, dict[str, Any] | None]:
-        """The number of the next call of ``tool``, and what the journal has about it.
-
-        Args:
-            asked: digest of the arguments. in_order: the tool has a state, so an answer holds only after those before it.
-        """
-        known = sorted(number for number, entry in self._tools.items() if entry["tool"] == tool)
-        equal = [n for n in (known[:1] if in_order else known) if self._tools[n]["asked"] == asked]
-        if equal:
-            return equal[0], self._tools.pop(equal[0])
-        if in_order:
-            for number in known:
-                del self._tools[number]
-        return next(self._tool_numbers), None
-
-    def add_tool_result(self, result: dict[str, Any]) -> None:
-        """Add a tool call that has just finished, and report it, so that it is not made twice."""
-        if not self.ended:
-            self.unsent.tool_results.append(result)
-            self.keeper.outbox.report_now(self)
-
-    async def start_tool_call(self, start: dict[str, Any]) -> None:
-        """Add a tool call that must not be made twice, before it is made; returns once the manager knows it."""
-        self.require_life()
-        self.unsent.tool_results.append(start)
-        self.keeper.outbox.note(self)
-        await self.keeper.outbox.sent()
+        turn.segments.append(segment)
+        self.unsent.append(segment)
 
     def require_life(self) -> None:
         """Raise ``SampleEndedError`` if its agent loop has ended."""

@@ -11,17 +11,17 @@ A resumed call gets its earlier tokens as prompt, which vLLM does not count, so 
 ==============================  ======================================================================================
 ``max_tokens``, ``min_tokens``  reduced by the tokens already made
 ``stop``                        searched for in the text of the whole turn (``StopStrings``)
-``seed``                        replaced by one derived from it and the number of tokens made: the engine's generator
-                                restarts with every call and would draw the noise of the turn's first tokens again
-``_REFUSED``                    refused: vLLM applies these to one call's output and cannot be told of earlier calls
+``_REFUSED``                    refused: vLLM applies these to each call anew and cannot be told of earlier calls
 everything else                 unchanged: it looks at one step, or at prompt and output alike (``repetition_penalty``)
 ==============================  ======================================================================================
+
+A call that its loop gives up (``asyncio.wait_for``) runs in its engine to its end, or to the end of the round; nobody
+hears of its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -57,8 +57,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "structured_outputs": (None,),
     "repetition_detection": (None,),
+    # The generator of a resumed call would draw the noise of the turn's first tokens again.
+    "seed": (None, -1),
 }
-"""parameters that depend on a call's own output, with the values that switch each off"""
+"""parameters that a resumed call would apply to its own tokens alone, with the values that switch each off"""
 
 
 class SampleClient(OneOfASample):
@@ -158,16 +160,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
 
     def _vllm_request_id(self, request_id: str) -> str:
-        request = REQUEST.get()
-        if request.sample is None:
+        sample = REQUEST.get().sample
+        if sample is None:
             return super()._vllm_request_id(request_id)
-        request.id = request_id_of(request.sample.grant.group_uid, request.sample.first_version)
-        return request.id
+        return request_id_of(sample.grant.group_uid, sample.first_version)
 
     async def _acquire_server(self, request_id: str, **extra: Any):
         request = REQUEST.get()
-        request.address, request.server = self.replicas.take(request.place)
-        return request.address, request.server
+        request.address, server = self.replicas.take(request.place)
+        return request.address, server
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self.replicas.release(server_id)
@@ -179,11 +180,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
-            ``max_global_steps`` over them. A turn that is complete in the journal makes no call.
+            ``max_global_steps`` over them. A turn that was complete before a crash makes no call.
 
         Raises:
             RuntimeError: the engine returned tokens without one log-prob each.
             SamplingError: a sampling parameter would not survive an interruption.
+            SampleEndedError: the agent loop has returned.
+            asyncio.CancelledError: the agent loop has returned meanwhile.
         """
         sample.require_life()
         check_sampling(sample.id, sampling_params, self.tokenizer)
@@ -191,24 +194,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
         turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
-        turn.task = asyncio.create_task(
-            self._complete(sample, turn, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
-        )
-        # A loop that gives the call up leaves an error that nobody else reads.
-        turn.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            last = await asyncio.shield(turn.task)
-        except asyncio.CancelledError:
-            sample.give_up(turn)
-            raise
-        except Exception as error:
-            if not turn.given_up:
-                raise
-            raise asyncio.CancelledError from error
-        if turn.given_up:
-            raise asyncio.CancelledError
-        # The turn has the tokens; the task would keep them twice.
-        turn.task = None
+        last = await self._complete(sample, turn, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
         return self._merge(turn.segments, last)
 
     async def _complete(
@@ -220,7 +206,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         known: int,
         kwargs: dict[str, Any],
     ) -> TokenOutput | None:
-        """Ask until ``turn`` is complete or given up; returns the last answer, None if none was needed.
+        """Ask until ``turn`` is complete; returns the last answer, None if none was needed.
 
         Args:
             known: tokens of the prompt that the engines have seen.
@@ -232,12 +218,12 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         params = {key: value for key, value in params.items() if key != "max_new_tokens"}
         if params.get("stop"):
             stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
-        while not (turn.complete or turn.given_up):
+        while not turn.complete:
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             asked = time.time()
             async with sample.keeper.engine_call(sample):
                 sample.calls += 1
-                turn.request = request = Request(
+                request = Request(
                     sample.place,
                     sample,
                     resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
@@ -257,12 +243,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         raise
                     # Another replica lives.
                     continue
-                finally:
-                    turn.request = None
                 for segment in self._segments(last, budget - len(done)):
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
-                if not (turn.complete or turn.given_up):
+                if not turn.complete:
                     sample.place.resumes = True
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
@@ -334,8 +318,8 @@ def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> No
     for key, off in _REFUSED.items():
         if (value := params.get(key)) not in off:
             raise SamplingError(
-                f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to the tokens of one "
-                f"call and not to those before an interruption: leave it out, or set partial_rollout.enable=False"
+                f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to each call anew, so an "
+                f"interruption would change what it does: leave it out, or set partial_rollout.enable=False"
             )
 
 
@@ -344,14 +328,7 @@ def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str
     params = {**params, "max_tokens": budget - made}
     if params.get("min_tokens"):
         params["min_tokens"] = max(0, params["min_tokens"] - made)
-    if made and params.get("seed") not in (None, -1):
-        params["seed"] = _seed_after(params["seed"], made)
     return params
-
-
-def _seed_after(seed: int, made: int) -> int:
-    """A 31-bit seed that differs from ``seed`` and for each ``made``; the same in every run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {made}".encode(), digest_size=4).digest(), "big") >> 1
 
 
 class StopStrings:

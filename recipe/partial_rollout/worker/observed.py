@@ -95,8 +95,8 @@ class ObservedLLMClient(LLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any):
         request = REQUEST.get()
-        request.address, request.server = await super()._acquire_server(request_id, **extra)
-        return request.address, request.server
+        request.address, server = await super()._acquire_server(request_id, **extra)
+        return request.address, server
 
     async def generate(  # type: ignore[override]
         self, request_id: str, *, request: Request | None = None, **kwargs: Any
@@ -329,7 +329,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                     raise
                 logger.warning("%s; scored again", error)
                 if sample is not None:
-                    sample.keeper.outbox.note_error(error)
+                    sample.keeper.outbox.note_rescored(error)
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))
 

@@ -339,5 +339,10 @@ class Summary:
         """The most that a round counted as unaccounted for; a sound run loses none."""
         return max(round_.lost_samples for round_ in self.run.rounds)
 
+    @figure("lost tokens", units.count)
+    def lost_tokens(self) -> int:
+        """Decoded for conversations that began anew after a crash, a resume or a failure."""
+        return self.run.rounds[-1].lost_tokens
+
 
 FIGURES = {name: found for name, found in vars(Summary).items() if isinstance(found, Figure)}

@@ -1,0 +1,111 @@
+"""A deadline for each call of a tool, whatever its agent loop makes of tool errors.
+
+A call that takes too long ends its sample. To raise inside the tool would not do: agent loops turn a tool's exception into
+its answer, and a tool that hangs has given none. The call is cancelled if possible. A synchronous function runs in a thread,
+which continues until the function returns; no other call waits for it. A coroutine that blocks the event loop stops its
+worker, and only ``deadlines.stall_s`` detects that.
+
+All else is verl's: a tool is created, called and released as its agent loop asks, and anew in each life of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool
+
+from recipe.partial_rollout.worker.live_sample import OneOfASample, SampleClock, at_home
+
+T = TypeVar("T")
+
+
+class ToolTimeoutError(TimeoutError):
+    """A tool did not answer in time."""
+
+
+def timed(
+    tools: list[Any], clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
+) -> list[Any]:
+    """``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
+
+    Args:
+        clock: of the agent loop; it ends when a call is late.
+        timeout_s: of a call; None: no limit.
+        note_error: gets what a tool raises, which verl's tool loop shows to the model alone.
+    """
+    deadlines = [_Deadline(tool.name, clock, timeout_s, note_error) for tool in tools]
+    return [
+        _timed_function(tool, deadline) if isinstance(tool, FunctionTool) else TimedTool(tool, deadline)
+        for tool, deadline in zip(tools, deadlines, strict=True)
+    ]
+
+
+class _Deadline(OneOfASample):
+    """The deadline of each call of one tool; see ``timed``."""
+
+    def __init__(
+        self, tool: str, clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
+    ) -> None:
+        super().__init__()
+        self._tool = tool
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._note_error = note_error
+
+    @at_home
+    async def within(self, call: Awaitable[T]) -> T:
+        """``call``'s result.
+
+        Raises:
+            ToolTimeoutError: none in time; the agent loop ends with it, too.
+            Exception: the tool's own.
+        """
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await call
+        except Exception as error:
+            if not limit.expired():
+                self._note_error(error)
+                raise
+            late = ToolTimeoutError(
+                f"tool {self._tool} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
+                f"(partial_rollout.failures.tool_timeout_s)"
+            )
+            self._clock.end(late)
+            raise late from error
+
+
+def _timed_function(tool: FunctionTool, deadline: _Deadline) -> FunctionTool:
+    async def call(**parameters: Any) -> Any:
+        return await deadline.within(tool.call(parameters))
+
+    return replace(tool, fn=call, is_async=True)
+
+
+class TimedTool(OneOfASample):
+    """A ``BaseTool`` whose calls have a deadline; everything else is the tool's own."""
+
+    def __init__(self, tool: BaseTool, deadline: _Deadline) -> None:
+        super().__init__()
+        self._tool = tool
+        self._deadline = deadline
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tool, name)
+
+    async def create(self, *args: Any, **kwargs: Any) -> Any:
+        """Create an instance of the tool."""
+        return await self._deadline.within(self._tool.create(*args, **kwargs))
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the tool."""
+        return await self._deadline.within(self._tool.execute(*args, **kwargs))
+
+    async def release(self, *args: Any, **kwargs: Any) -> Any:
+        """Release an instance of the tool."""
+        return await self._deadline.within(self._tool.release(*args, **kwargs))
