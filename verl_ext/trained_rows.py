@@ -101,7 +101,7 @@ def patch_trainer(module: Any) -> None:
         verls: Any, spec_drafts: Any, spec_accepts: Any, spec_verifies: Any, non_padding_mask: Any = None
     ) -> dict[str, Any]:
         if spec_drafts is not None:
-            # A sample that failed, or whose every call a journal answered, has no counts.
+            # A sample without an engine call in this process has no counts: it failed, or its tokens are a checkpoint's.
             told = np.array([each is not None for each in spec_drafts])
             non_padding_mask = told if non_padding_mask is None else told & non_padding_mask
         return verls(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)

@@ -18,7 +18,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Progress, Prompt, Segment
+from recipe.partial_rollout.manager.types import Prompt, Segment
 from tests.bench.scripted_engine import output_of
 
 BOUND = "Exit code 1 if the p99 of a verb is over 1 ms; verbs that move many groups or samples count by the item."
@@ -101,7 +101,7 @@ class Drive:
         segment = Segment(np.zeros(32, np.int32), np.zeros(32, np.float32), self.manager.version)
         for worker, samples in self.running.items():
             for sample in samples:
-                self.timed("add", lambda s=sample: self.manager.add(Progress(s, [segment])))
+                self.timed("add", lambda s=sample: self.manager.add(s, [segment]))
                 self.timed("interrupt", lambda s=sample: self.manager.interrupt(s))
             self.running[worker] = []
 

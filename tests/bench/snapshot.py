@@ -16,7 +16,7 @@ import numpy as np
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from tests.bench.manager import manager_of
 
 BOUND = "Exit code 1 if saving takes more than 3 s, 5% of a step of a minute."
@@ -48,7 +48,7 @@ def _fill(groups: int, tokens: int) -> PromptsManager:
             manager.finish(grant.sample_id, output)
         else:
             for some, probs in zip(np.array_split(ids, _CALLS), np.array_split(log_probs, _CALLS), strict=True):
-                manager.add(Progress(grant.sample_id, [Segment(some.copy(), probs.copy(), index % 3)]))
+                manager.add(grant.sample_id, [Segment(some.copy(), probs.copy(), index % 3)])
             manager.interrupt(grant.sample_id)
     return manager
 

@@ -15,7 +15,7 @@ from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import Parser
-from tests.chaos.effects import conversations, differences
+from tests.chaos.effects import commands, conversations, differences
 from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
 from tests.chaos.survival import survival
 from tests.chaos.victim import Victim
@@ -131,6 +131,8 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
         "undone_groups": audited.undone,
         "conversations": len(held),
         "effects": sum(conversation.effects for conversation in held.values()),
+        # A conversation begins anew after a crash: its commands may run again.
+        "commands": commands(out / "orders"),
         "compared_with": undisturbed and str(undisturbed),
         "decoded_tokens": round(survived.decoded),
         "decoded_tokens_estimated": round(survived.estimated),

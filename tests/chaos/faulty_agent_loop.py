@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from ray.exceptions import ActorUnavailableError
@@ -23,6 +24,7 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from recipe.partial_rollout.checkpoint.manifest import write_atomically
 from tests.chaos.effects import TRANSCRIPTS
 from tests.chaos.faults import ORDERS, Kind
+from tests.chaos.workspace import ATTEMPT
 
 _TURN_TOKENS = 32
 _MEAN_TURNS = 8
@@ -48,6 +50,9 @@ class FaultyAgentLoop(ToolAgentLoop):
         if _ordered(Kind.DROP):
             # A training sample's client stands before the worker's.
             _drop_next_call(getattr(self.server_manager, "_client", self.server_manager))
+        sample = getattr(self.server_manager, "sample_id", None)
+        attempt = None if sample is None else f"{sample.replace('/', '_')}/{uuid4().hex}"
+        ATTEMPT.set(attempt)
         greedy = {**sampling_params, "temperature": 0.0, "max_tokens": _TURN_TOKENS}
         output = await super().run(greedy, **kwargs)  # type: ignore[reportAbstractUsage]
         if _ordered(Kind.CANCEL):
@@ -56,11 +61,11 @@ class FaultyAgentLoop(ToolAgentLoop):
             await asyncio.sleep(0)
             call.cancel()
             await call
-        if (sample := getattr(self.server_manager, "sample_id", None)) is not None:
+        if sample is not None:
             transcripts = Path(os.environ[ORDERS]) / TRANSCRIPTS
             transcripts.mkdir(exist_ok=True)
             # Tokens of the model and of its tools' answers.
-            said = str(_checksum(output.response_ids)).encode()
+            said = f"{attempt} {_checksum(output.response_ids)}".encode()
             write_atomically(transcripts / sample.replace("/", "_"), said)
         return output
 

@@ -1,7 +1,7 @@
 """Loaded by verl through ``multi_turn.function_tool_path``: a tool that notes its calls, and a parser that always calls it.
 
 A model without tool training would never call; what is tested is that a call happens once, not what is asked. The very
-first call of a training sample hangs.
+first call hangs.
 """
 
 import os
@@ -13,15 +13,12 @@ from verl.tools.function_tool import function_tool
 
 
 @function_tool
-def clock(hour: int, call_id: str | None = None) -> str:
+def clock(hour: int) -> str:
     """Reads a clock.
 
     Args:
         hour: hour of the day.
-        call_id: of a training sample's call.
     """
-    if call_id is None:
-        return "validated"
     try:
         Path(os.environ["TOOL_CALLS"]).with_suffix(".hung").touch(exist_ok=False)
     except FileExistsError:
@@ -31,11 +28,8 @@ def clock(hour: int, call_id: str | None = None) -> str:
         time.sleep(60)
         return "too late"
     with open(os.environ["TOOL_CALLS"], "a") as file:
-        file.write(f"{call_id.rpartition('/')[0]}\n")
+        file.write("called\n")
     return f"{hour}+1"
-
-
-clock.repeatable = True
 
 
 @ToolParser.register("scripted")

@@ -46,7 +46,7 @@ TOOLS = (
 
 @pytest.fixture(scope="module")
 def tool_calls(tmp_path_factory):
-    """A line for each call of a sample's."""
+    """A line for each call that was answered."""
     return tmp_path_factory.mktemp("tools") / "calls"
 
 
@@ -144,14 +144,17 @@ def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
 
 
 def test_tool_conversation_survives_interruptions(arms, tool_calls):
-    """Every sample has three turns with a tool call between them; interruptions repeat none; one that hangs is repeated."""
-    run, by_sample = arms["PR"], Counter(tool_calls.read_text().split())
+    """Every sample has three turns with a tool call between them; no interruption repeats a call."""
+    run, calls = arms["PR"], tool_calls.read_text().split()
     segments = [s for event in run.rounds for group in event["trained"] for s in group["segments"]]
     # verl counts the prompt, every answer and every tool response; answers are one more than tool responses.
     answers = sum(step["num_turns/mean"] * 16 / 2 for step in run.steps.values())
     assert len(segments) == 96 and sum(segments) > answers
-    assert max(by_sample.values()) == 2
+    # 96 trained samples, and three validations of 8.
+    assert len(calls) == 2 * (96 + 3 * 8)
     assert run.steps[6]["partial_rollout/failures/retried_total"] == 1
+    # Of the sample whose call hung: its conversation began anew.
+    assert run.steps[6]["partial_rollout/failures/lost_tokens_total"] > 0
     # The slot of the one that hangs, for its three seconds but the first.
     assert run.steps[6]["partial_rollout/agent/slots_freed_s_total"] > 1.5
     assert max(step["num_turns/max"] for step in run.steps.values()) == 6

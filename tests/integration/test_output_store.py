@@ -11,7 +11,7 @@ import ray
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
-from recipe.partial_rollout.manager.types import Prompt, Report, RolloutFailedError, SampleOutput
+from recipe.partial_rollout.manager.types import Finished, Prompt, Report, RolloutFailedError, SampleOutput
 
 # Ray's workers cannot import a test module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -43,7 +43,7 @@ class Worker:
 
     def finish(self, length):
         grants = ray.get(self._manager.claim.remote("w0"))
-        finished = [("finish", grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
+        finished = [Finished(grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
         ray.get(self._manager.report.remote(Report("w0", finished)))
         return len(grants)
 
@@ -111,7 +111,7 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
     before = ray.get(actor.__ray_call__.remote(objects_known))
     assert finish_all(actor, length) == 6
     with pytest.raises(RuntimeError, match="finish: sample 0/0#0 is unknown or finished"):
-        ray.get(actor.report.remote(Report("w0", [("finish", "0/0#0", output_of(LARGE))])))
+        ray.get(actor.report.remote(Report("w0", [Finished("0/0#0", output_of(LARGE))])))
     ray.get(actor.release_worker.remote("w0"))
     taken = take(actor)
     fetched = fetch(taken)

@@ -166,7 +166,7 @@ def test_samples_of_a_prompt_share_nothing_that_a_later_reward_could_write_into(
 
 async def test_batch_has_verls_timings_of_its_samples(output):
     taken = groups(output)
-    first = replace(taken[0].outputs[0], metrics={"generate_sequences": 9.0, "tool_calls": 1.0, "calls_asked": 2})
+    first = replace(taken[0].outputs[0], metrics={"generate_sequences": 9.0, "tool_calls": 1.0, "untrained_tokens": 2})
     taken[0] = replace(taken[0], outputs=(first, *taken[0].outputs[1:]))
     manager = object.__new__(PartialRolloutAgentLoopManager)
     rollout = SimpleNamespace(n=2, prompt_length=6, response_length=8)

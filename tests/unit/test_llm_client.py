@@ -163,46 +163,32 @@ def test_turn_after_a_tool_reads_again_what_of_the_conversation_the_replica_has_
     assert noted == [(0, 0), (0, 0), (1, 5), (8, 0)]
 
 
-def journal(*segments, prompt=(1, 2, 3), **params):
-    """Of a call with this prompt and these parameters; a segment's last field is its turn."""
+def known(*segments, prompt=(1, 2, 3), **params):
+    """Segments of a sample's first turn, which a call with this prompt and these parameters made."""
     asked = digest_of(context_hash(np.array(prompt, np.int32)).digest(), params)
     return [
-        Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop, turn, asked)
-        for ids, version, stop, turn in segments
+        Segment(np.array(ids, np.int32), np.array(ids, np.float32) * -0.1, version, stop, 0, asked)
+        for ids, version, stop in segments
     ]
 
 
-def test_journal_answers_each_call_with_the_turn_that_answered_the_same(engine):
-    """Whatever their order: two equal calls that ran beside each other, and one of another prompt that was cut off."""
-    engine.answers = [tokens(9, version=2), tokens(5), tokens(4)]
-    known = [([5], 0, None, 0), ([7], 0, None, 2), ([6], 1, "stop", 0), ([8], 1, None, 2)]
-    sample = live(None, *journal(*known), *journal(([3], 1, None, 1), prompt=[1], max_tokens=5))
-    requests = {"prompt": [1], "max_tokens": 5}, {}, {"max_tokens": 5}, {}
-    other, first, changed, second = [generate(client_of(), sample, **request) for request in requests]
-    assert (first.token_ids, first.stop_reason, first.log_probs) == ([5, 6], "stop", pytest.approx([-0.5, -0.6]))
-    assert [output.token_ids for output in (other, second, changed)] == [[3, 9], [7, 8, 4], [5]]
-    assert [(context, params["max_tokens"]) for _, context, params in engine.requests] == [
-        ([1, 3], 4),
-        ([1, 2, 3], 5),
-        ([1, 2, 3, 7, 8], 8),
-    ]
-    assert (other.extra_fields["min_global_steps"], other.extra_fields["max_global_steps"]) == (1, 2)
-    assert [(list(s.token_ids), s.turn) for s in sample.unsent.segments] == [([9], 1), ([5], 3), ([4], 2)]
+def test_single_turn_sample_goes_on_from_its_tokens(engine):
+    engine.answers = [tokens(9, version=2)]
+    sample = live(None, *known(([5], 0, None), ([6], 1, None)))
+    output = generate(client_of(), sample)
+    assert (output.token_ids, output.log_probs[:2]) == ([5, 6, 9], pytest.approx([-0.5, -0.6]))
+    assert [(context, params["max_tokens"]) for _, context, params in engine.requests] == [([1, 2, 3, 5, 6], 8)]
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 2)
+    assert [(list(s.token_ids), s.turn) for s in sample.unsent] == [([9], 0)]
 
 
-def seeds(engine, **params):
-    engine.answers = [tokens(stop="aborted"), tokens(5, stop="aborted"), tokens(6, stop="aborted"), tokens(7)]
-    first = len(engine.requests)
-    generate(client_of(), live(), **params)
-    return [request[2].get("seed") for request in engine.requests[first:]]
-
-
-def test_seed_differs_with_the_tokens_made_and_only_with_them(engine):
-    drawn = seeds(engine, seed=7)
-    assert drawn[:2] == [7, 7] and len(set(drawn)) == 3 and all(0 <= seed < 2**31 for seed in drawn)
-    assert seeds(engine, seed=7) == drawn
-    assert not set(seeds(engine, seed=8)) & set(drawn)
-    assert seeds(engine) == [None] * 4 and seeds(engine, seed=-1) == [-1] * 4
+def test_finished_turn_is_not_decoded_again_and_another_call_does_not_get_its_tokens(engine):
+    engine.answers = [tokens(4)]
+    sample = live(None, *known(([5, 6], 0, "stop")))
+    other = generate(client_of(), sample, prompt=[1])
+    first = generate(client_of(), sample)
+    assert (other.token_ids, first.token_ids, first.stop_reason) == ([4], [5, 6], "stop")
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,6 +200,7 @@ def test_seed_differs_with_the_tokens_made_and_only_with_them(engine):
         ("thinking_token_budget", 0, "enable=False"),
         ("structured_outputs", {"regex": "a*"}, "enable=False"),
         ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}, "enable=False"),
+        ("seed", 7, "enable=False"),
         # Without a tokenizer.
         ("stop", ["x"], "use stop_token_ids"),
     ],
@@ -223,7 +210,7 @@ def test_what_would_not_survive_an_interruption_is_refused_before_the_first_call
     with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*{instead}"):
         generate(client_of(), live(), **{key: value})
     assert engine.requests == []
-    off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3}
+    off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3, "seed": -1}
     assert generate(client_of(), live(), **off).token_ids == [5]
 
 
@@ -250,12 +237,12 @@ def text(letters):
         (["ast", "opb"], {"stop": ["stop"], "include_stop_str_in_output": True}, "astop"),
     ],
 )
-@pytest.mark.parametrize("journaled", [False, True], ids=["asked", "first from the journal"])
-def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, journaled):
+@pytest.mark.parametrize("resumed", [False, True], ids=["asked", "first from a checkpoint"])
+def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, resumed):
     """Each call but the last is interrupted."""
     *aborted, last = answers
-    known = journal((text(aborted.pop(0)), 0, None, 0), max_tokens=99, **params) if journaled else ()
-    sample = live(None, *known)
+    segments = known((text(aborted.pop(0)), 0, None), max_tokens=99, **params) if resumed else ()
+    sample = live(None, *segments)
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
     output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, **params)
@@ -362,7 +349,7 @@ async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypa
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(ask(client_of(), sample, prompt_ids=[1], sampling_params={}), 0.01)
-    await sample.end()
+    sample.ended = True
     del sample.turns[:]
     gc.collect()
     assert told == []
@@ -375,7 +362,7 @@ async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypa
 )
 async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
     sample = live()
-    sample.start_turn(3).segments = journal(*[([5], version, None, 0) for version in versions])
+    sample.start_turn(3).segments = known(*[([5], version, None) for version in versions])
     REQUEST.set(Request(Place(), sample))
     assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from verl.tools.function_tool import FunctionTool
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
-from recipe.partial_rollout.worker.tool_journal import ToolError
 from tests.unit.loop_life import Life, output_of, play
 from tests.unit.shared import tool_schema
 
@@ -41,7 +40,7 @@ class Step:
 
 
 calls = st.builds(Step, st.just("generate"), tokens=st.integers(1, 12))
-waits = st.builds(Step, st.sampled_from(["sleep", "tool", "repeatable tool"]), ms=st.sampled_from([0, 1, 5, 20]))
+waits = st.builds(Step, st.sampled_from(["sleep", "tool"]), ms=st.sampled_from([0, 1, 5, 20]))
 raises = st.builds(Step, st.sampled_from(["raise once", "raise", "exit", "cancel"]))
 leaves = st.one_of(calls, calls, calls, waits, waits, raises)
 
@@ -113,16 +112,9 @@ class Loops:
         await asyncio.sleep(step.ms / 1000)
         return []
 
-    async def tool(self, step, run, before, name="pay"):
-        try:
-            response, *_ = await run.row["tools"][name].call({"ms": step.ms, "at": len(before)})
-        except ToolError:
-            # Cut off, and may have had its effect.
-            return [(SEPARATOR, 0)]
+    async def tool(self, step, run, before):
+        response, *_ = await run.row["tools"]["pay"].call({"ms": step.ms, "at": len(before)})
         return [(SEPARATOR, 0), (len(response.text), 0)]
-
-    async def repeatable_tool(self, step, run, before):
-        return await self.tool(step, run, before, "look")
 
     async def wait_for(self, step, run, before):
         try:
@@ -173,14 +165,7 @@ def tools():
         await asyncio.sleep(ms / 1000)
         return "paid"
 
-    async def look(ms, at):
-        await asyncio.sleep(ms / 1000)
-        return "seen it"
-
-    look.repeatable = True
-    return [
-        FunctionTool(name=fn.__name__, fn=fn, tool_schema=tool_schema(fn.__name__), is_async=True) for fn in (pay, look)
-    ]
+    return [FunctionTool(name="pay", fn=pay, tool_schema=tool_schema("pay"), is_async=True)]
 
 
 def may_fail(loop):

@@ -294,7 +294,7 @@ def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
     assert not output.masked, output.extra_fields
 
 
-# -- lives of a sample -------------------------------------------------------------------------------------------------------------
+# -- lives of a sample -------------------------------------------------------------------------------------------------
 
 
 class Dies(Exception):

@@ -11,7 +11,7 @@ from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.config.settings import FilterSettings, Mode
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.types import Progress, Report
+from recipe.partial_rollout.manager.types import Added, Failed, Finished, Interrupted, Report
 from tests.unit.shared import InProcess, settings_of
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
@@ -35,7 +35,7 @@ async def begun(prompts, *, workers=("w0",), **sizes):
 
 
 async def end(actor, output, *samples):
-    await actor.report(Report("w0", [("finish", sample, output()) for sample in samples]))
+    await actor.report(Report("w0", [Finished(sample, output()) for sample in samples]))
 
 
 def soon(awaitable):
@@ -89,7 +89,7 @@ async def test_next_version_of_a_stopped_round_waits_neither_for_the_update_nor_
     batch = await soon(actor.wait_batch(True))
     start = await actor.begin_version(1, [], 0)
     new = await actor.claim("w0")
-    again = await actor.report(Report("w0", [("interrupt", left)]))
+    again = await actor.report(Report("w0", [Interrupted(left)]))
     account = await actor.finish_step(uids(batch.groups))
     assert start.carried_groups == 1 and [grant.group_uid for grant in new] == ["0/2"]
     assert [grant.sample_id for grant in again] == [left]
@@ -178,7 +178,7 @@ async def test_what_is_admitted_and_filtered_while_the_trainer_has_the_batch_is_
     actor.CLAIM_WAIT_S = 0.01
 
     async def score(group, *rewards):
-        finished = [("finish", f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
+        finished = [Finished(f"{group}#{i}", output(reward=reward)) for i, reward in enumerate(rewards)]
         await actor.report(Report("w0", finished))
 
     await score("0/0", 0, 1)
@@ -285,9 +285,8 @@ async def test_progress_is_booked_before_the_failure_and_a_backoff_beyond_the_st
     monkeypatch.setattr(policies, "RETRY_AFTER_S", 0.6)
     actor, (sample,) = await begun(prompts, overlap=0.0, stall_s=0.2)
     waiting = asyncio.ensure_future(actor.wait_batch(True))
-    progress = Progress(sample, [segment(5)], [{"text": "42"}])
-    assert await actor.report(Report("w0", [("add", progress), ("fail", sample, "boom")])) == []
+    assert await actor.report(Report("w0", [Added(sample, [segment(5)]), Failed(sample, "boom")])) == []
     (grant,) = await soon(actor.claim("w0"))
-    assert [len(s) for s in grant.segments] == [5] and grant.tool_results == ({"text": "42"},)
+    assert [len(s) for s in grant.segments] == [5]
     await end(actor, output, sample)
     assert uids((await soon(waiting)).groups) == ["0/0"]

@@ -37,15 +37,14 @@ def metrics_of(groups, trained_at):
 
 def test_tools_are_shown_where_there_are_any(output):
     def used(tool_s, untrained=0):
-        answered = {"calls_replayed": 2, "calls_asked": 1, "untrained_tokens": untrained}
-        timed = replace(output(4), metrics={"tool_calls": tool_s, "generate_sequences": 3.0, **answered}, num_turns=6)
+        metrics = {"tool_calls": tool_s, "generate_sequences": 3.0, "untrained_tokens": untrained}
+        timed = replace(output(4), metrics=metrics, num_turns=6)
         return metrics_of([TakenGroup("1/0", 0, {}, (timed, timed))], 5)
 
     assert not any(name.startswith("agent/") for name in used(0.0))
     assert used(0.0, untrained=7)["agent/untrained_tokens"] == used(1.0, untrained=7)["agent/untrained_tokens"] == 14
     shown = used(1.0)
     assert (shown["agent/turns"], shown["agent/tool_s"], shown["agent/tool_share"]) == (6, 1.0, 0.25)
-    assert (shown["agent/calls_replayed"], shown["agent/calls_asked"]) == (4, 2)
 
 
 def test_lengths_spread_over_the_batch_and_within_a_group(output):

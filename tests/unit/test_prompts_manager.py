@@ -10,7 +10,6 @@ from recipe.partial_rollout.checkpoint.plain_state import pack
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings, Mode, SchedulingPolicy
 from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.policies import common_value, missing
-from recipe.partial_rollout.manager.types import Progress
 from tests.unit.shared import InProcess, begin, state_of, tokens_in
 
 
@@ -61,7 +60,7 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     finish_group(m, grants, "0/0", output)
     carried = [g.sample_id for g in grants if g.group_uid == "0/1"]
     for sample_id in carried:
-        m.add(Progress(sample_id, [segment(3)]))
+        m.add(sample_id, [segment(3)])
     end_round(m, carried)
     begin(m)
     grants = m.claim("w0")
@@ -147,7 +146,7 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
     m.finish(short.sample_id, output(10))
     (batch,) = m.take_batch(stop=True)
     assert biases() == [None, None], "0/0 has no token yet: what is not defined is not logged"
-    m.add(Progress(long.sample_id, [segment(40)]))
+    m.add(long.sample_id, [segment(40)])
     assert biases() == [10 / 40, 10 / 40], "the batch that the trainer has counts, and 0/0 with its length so far"
     m.groups.train([batch.uid])
     assert biases() == [10 / 40, None], "the trainer has no batch"
@@ -204,12 +203,23 @@ def test_next_version_that_has_begun_is_not_saved_before_the_batch_is_trained(ma
         state_of(m)
 
 
+def test_single_turn_sample_of_a_dead_worker_keeps_its_tokens_and_a_conversation_begins_anew(manager, segment):
+    m, sample_id = one_running(manager)
+    for turns, kept, lost in (((0, 0), 2, 0), ((0, 1), 0, 10)):
+        m.add(sample_id, [replace(segment(5), turn=turn) for turn in turns])
+        m.release_worker("w0")
+        m.register_worker("w0", 4)
+        (grant,) = [each for each in m.claim("w0") if each.sample_id == sample_id]
+        assert len(grant.segments) == kept and not grant.held
+        assert m.metrics()["failures/lost_tokens_total"] == lost
+        m.samples.unfinished[sample_id].segments = []
+
+
 def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
     m, sample_id = one_running(manager)
     captured = capture(m)
-    m.add(Progress(sample_id, [segment(5)]))
-    m.add(Progress(sample_id, tool_results=[{}]))
-    assert [(s["segments"], s["tool_results"]) for g in captured["groups"] for s in g["samples"]] == [([], [])]
+    m.add(sample_id, [segment(5)])
+    assert [s["segments"] for g in captured["groups"] for s in g["samples"]] == [[]]
 
 
 def test_output_has_as_many_tokens_as_log_probs_versions_and_mask_entries(output):

@@ -16,7 +16,6 @@ from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tasks.arithmetic import Arithmetic
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check.command import check_run
-from recipe.partial_rollout.worker.tool_journal import repeatable
 from tests.unit.shared import byte_tokenizer, converse
 
 AT = "actor_rollout_ref.rollout.multi_turn"
@@ -82,7 +81,7 @@ def test_calculator_computes_arithmetic_and_says_what_it_wants_otherwise(express
 
 def test_shipped_calculator_is_called_again_where_a_call_was_cut_off():
     (tool,) = initialize_tools_from_config(CONF_DIR / "arithmetic_tool.yaml")
-    assert isinstance(tool, Arithmetic) and repeatable(tool)
+    assert isinstance(tool, Arithmetic)
 
 
 @pytest.mark.parametrize("check", [lambda config: list(check_run(config)), check_config, verl_trainer.main.__wrapped__])

@@ -192,13 +192,11 @@ def test_token_counts_for_the_call_that_made_it_in_its_place_whatever_else_was_a
     turns, response, mask, given, versions, untrained
 ):
     sample = played(*turns)
-    sample.calls_replayed, sample.calls_asked = 2, 1
     log_probs = None if given is None else (np.array(mask) * np.float32(log_probs_of(response, given))).tolist()
     made = sample_output(sample, output_of(P, response, mask, response_logprobs=log_probs), 10**6)
     assert made.versions.tolist() == versions
     assert made.log_probs.tolist() == (np.array(mask) * np.float32(log_probs_of(response, np.abs(versions)))).tolist()
-    counts = [made.metrics[name] for name in ("calls_replayed", "calls_asked", "untrained_tokens")]
-    assert counts == [2, 1, untrained]
+    assert made.metrics["untrained_tokens"] == untrained
 
 
 @pytest.mark.parametrize(

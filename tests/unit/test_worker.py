@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from verl.tools.schemas import ToolResponse
 
 from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
@@ -252,38 +251,6 @@ def buys(buy):
         return output
 
     return {"loop": loop, "functions": [function("buy", buy)]}
-
-
-async def test_turn_and_tool_call_are_known_before_the_tool_is_called_and_outlive_the_worker():
-    calls = []
-
-    async def buy():
-        calls.append(tokens_in(one.actor._manager))
-        await asyncio.sleep(60)
-        return ToolResponse(text="bought"), 0.0, {}
-
-    async with training([[7]], **buys(buy)) as one:
-        await until(lambda: calls)
-        await one.actor.release_worker("w1")
-        await one.actor.register_worker("w2", 16)
-        (grant,) = await asyncio.wait_for(one.actor.claim("w2"), 5)
-        assert calls == [7], "the tool is called once, and the manager knew of the turn by then"
-        assert [len(segment) for segment in grant.segments] == [7]
-        (started,) = grant.tool_results
-        assert (started["call"], started["tool"], started["started"]) == (0, "buy", True)
-
-
-async def test_tool_is_not_called_where_the_manager_refuses_to_know_of_it():
-    calls = []
-
-    async def buy():
-        calls.append(1)
-
-    async with training([[7]], **buys(buy)) as one:
-        one.handle.broken["report"] = RuntimeError("worker w1 is not registered")
-        with pytest.raises(RuntimeError, match="w1 is not registered"):
-            await asyncio.wait_for(one.serving, 5)
-    assert calls == []
 
 
 async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_is_the_answer():

@@ -138,9 +138,9 @@ verl.experimental.agent_loop.agent_loop <- user_code
 verl.workers.config:HFModelConfig <- task_runner trainer_config
     has: tokenizer processor override_config use_remove_padding
 # data, tools, losses
-verl.tools.base_tool:BaseTool <- tool_journal workspace
+verl.tools.base_tool:BaseTool <- tool_deadline workspace
     has: __init__ create execute release
-verl.tools.function_tool:FunctionTool <- tool_journal
+verl.tools.function_tool:FunctionTool <- tool_deadline
     has: fn is_async
     calls: call(parameters)
 verl.trainer.ppo.rollout_corr_helper <- loss facts behaviour_weights

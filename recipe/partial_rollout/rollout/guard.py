@@ -1,8 +1,8 @@
 """The agent-loop workers of a run, and how the driver waits: with an eye on them.
 
 Whatever the driver awaits, the workers' ``serve`` calls are watched. A worker that dies is replaced, and its samples are
-requeued with their journals: the worker that claims one next continues from its journal. A worker that does not answer in
-time is ended, and replaced like one that died. A wait for the batch, which may take an hour, is watched by more, and
+requeued: a single-turn sample goes on from its tokens, a conversation begins anew. A worker that does not answer in time
+is ended, and replaced like one that died. A wait for the batch, which may take an hour, is watched by more, and
 whatever happens first ends it::
 
     a trainer dies | the user's stop | the manager does not answer | a worker does not answer | engines and samples stall

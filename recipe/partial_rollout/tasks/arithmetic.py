@@ -37,8 +37,6 @@ def calculator(does: str, expression: str) -> OpenAIFunctionToolSchema:
 class Arithmetic(BaseTool):
     """verl's ``BaseTool``; its parameter ``expression`` is computed by simpleeval."""
 
-    repeatable = True
-
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         schema = calculator(f"Computes an arithmetic expression: {_ALLOWED}.", "such as 48/2 + 48")
         super().__init__(config, tool_schema or schema)

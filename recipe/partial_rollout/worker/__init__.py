@@ -1,1 +1,1 @@
-"""The agent-loop worker process: claims samples, calls the engines, journals tools."""
+"""The agent-loop worker process: claims samples, runs agent loops, calls the engines."""

@@ -21,7 +21,6 @@ hears of its tokens.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from types import SimpleNamespace

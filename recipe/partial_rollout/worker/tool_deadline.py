@@ -1,9 +1,9 @@
 """A deadline for each call of a tool, whatever its agent loop makes of tool errors.
 
 A call that takes too long ends its sample. To raise inside the tool would not do: agent loops turn a tool's exception into
-its answer, and a tool that hangs has given none. The call is cancelled if possible. A synchronous function runs in a thread,
-which continues until the function returns; no other call waits for it. A coroutine that blocks the event loop stops its
-worker, and only ``deadlines.stall_s`` detects that.
+its answer, and a tool that hangs has given none. The call is cancelled if possible. A synchronous function runs in a
+thread, which continues until the function returns; no other call waits for it. A coroutine that blocks the event loop stops
+its worker, and only ``deadlines.stall_s`` detects that.
 
 All else is verl's: a tool is created, called and released as its agent loop asks, and anew in each life of a sample.
 """

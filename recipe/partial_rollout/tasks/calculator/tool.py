@@ -18,8 +18,6 @@ class Calculator(BaseTool):
         ValueError: a latency below 0.
     """
 
-    repeatable = True
-
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         schema = calculator("Computes from left to right, modulo 10.", "digits with one of + - * between them")
         super().__init__(config, tool_schema or schema)

@@ -14,7 +14,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, Scheduling
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
-from recipe.partial_rollout.manager.types import Progress, Prompt, SampleOutput, Segment
+from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
 from recipe.partial_rollout.records.figures import spread
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
@@ -138,7 +138,7 @@ class Simulation:
         for replica in self._replicas:
             for decoding in replica.interrupt(self._now):
                 if decoding.left:
-                    self._manager.add(Progress(decoding.id, [self._segment(decoding)]))
+                    self._manager.add(decoding.id, [self._segment(decoding)])
                     self._manager.interrupt(decoding.id)
                 else:
                     # The step that the interruption completes has made the last token.
