@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -335,24 +334,6 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     assert [call.queued_s for call in calls] == [0.25, 0.0, 0.0]
     assert [call.waited_s >= 0.05 for call in calls] == [True, True, False], "for a slot"
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
-
-
-async def test_error_of_a_call_that_was_given_up_is_not_told_as_nobodys(monkeypatch):
-    async def refuses(request_id, **request):
-        try:
-            await asyncio.Event().wait()
-        finally:
-            raise ValueError("no")
-
-    told, sample = [], live()
-    script_replicas(monkeypatch, refuses)
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(ask(client_of(), sample, prompt_ids=[1], sampling_params={}), 0.01)
-    sample.ended = True
-    del sample.turns[:]
-    gc.collect()
-    assert told == []
 
 
 @pytest.mark.parametrize(

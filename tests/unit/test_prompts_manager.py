@@ -208,7 +208,7 @@ def test_single_turn_sample_of_a_dead_worker_keeps_its_tokens_and_a_conversation
     for turns, kept, lost in (((0, 0), 2, 0), ((0, 1), 0, 10)):
         m.add(sample_id, [replace(segment(5), turn=turn) for turn in turns])
         m.release_worker("w0")
-        m.register_worker("w0", 4)
+        m.slots.register("w0", 4)
         (grant,) = [each for each in m.claim("w0") if each.sample_id == sample_id]
         assert len(grant.segments) == kept and not grant.held
         assert m.metrics()["failures/lost_tokens_total"] == lost
