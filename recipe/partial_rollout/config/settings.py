@@ -185,14 +185,14 @@ class FailureLimits:
 
     sample_retries: Whole | None = key(
         2,
-        "Retries, from its journal, of a sample whose agent loop or reward function raises, whose request vLLM refuses, or "
+        "Retries of a sample whose agent loop or reward function raises, whose request vLLM refuses, or "
         "that takes too long; then it is masked: its group trains without its tokens. `null`: the first failure ends the "
         "run.",
     )
     tool_timeout_s: Positive | None = key(
         600,
-        "Seconds for one tool call, after which the sample fails, whatever its agent loop makes of tool errors. Whether a "
-        "retry calls again, the tool says ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
+        "Timeout of one tool call in seconds. The sample then fails even if its agent loop catches tool errors. A retry "
+        "calls its tools anew ([docs/extending.md](../../docs/extending.md#effects)). `null`: no limit.",
     )
     sample_timeout_s: Positive | None = key(
         1200,
@@ -206,8 +206,8 @@ class FailureLimits:
     )
     worker_restarts: Whole = key(
         3,
-        "Agent-loop workers that may be replaced over the whole run; their samples resume from their journals. Each of "
-        "verl's reward workers may be restarted as often.",
+        "Agent-loop workers that may be replaced over the whole run; their single-turn samples go on, their conversations "
+        "begin anew. Each of verl's reward workers may be restarted as often.",
     )
     replica_restarts: Whole = key(
         1,
