@@ -32,7 +32,7 @@ from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
     PartialRolloutConfig,
-    register_keys,
+    register_configs,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
@@ -48,7 +48,7 @@ _KV_HEADROOM = 0.05
 """share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
 enter_recipe()
-register_keys()
+register_configs()
 
 
 def wire(config: DictConfig) -> None:
@@ -57,7 +57,7 @@ def wire(config: DictConfig) -> None:
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.training.agent_loop_manager.{arm}AgentLoopManager"
-    # conf/engine has already taken effect in the defaults list; nobody reads the key that it leaves at the root.
+    # The choice of an engine has taken effect; nobody reads the keys that its file leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
     if overlong and overlong.get("enable") and overlong.get("len") is None:

@@ -81,7 +81,7 @@ def test_calculator_computes_arithmetic_and_says_what_it_wants_otherwise(express
 
 
 def test_shipped_calculator_is_called_again_where_a_call_was_cut_off():
-    (tool,) = initialize_tools_from_config(CONF_DIR / "arithmetic_tool.yaml")
+    (tool,) = initialize_tools_from_config(CONF_DIR / "tools" / "arithmetic_tool.yaml")
     assert isinstance(tool, Arithmetic) and repeatable(tool)
 
 
@@ -106,7 +106,7 @@ def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path
     config = build()
     find_tools(config)
     verls = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    assert config.data.tool_config_path == verls == str(CONF_DIR / "arithmetic_tool.yaml")
+    assert config.data.tool_config_path == verls == str(CONF_DIR / "tools" / "arithmetic_tool.yaml")
     assert capsys.readouterr().out == ""
 
 

@@ -206,10 +206,9 @@ def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
     """Raise ``ConfigError`` for rows of ``dataset`` that an order of the user's own, or a checkpoint, cannot take."""
     if not config.partial_rollout.enable:
         return
-    settings = PartialRolloutConfig.from_config(config)
     rows = np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist()
-    if not isinstance(settings.scheduling.policy, SchedulingPolicy):
-        _check_order(settings, [dataset[i] for i in rows])
+    if OmegaConf.select(config, POLICY) not in (None, *SchedulingPolicy):
+        _check_order(PartialRolloutConfig.from_config(config), [dataset[i] for i in rows])
     if config.trainer.save_freq <= 0:
         return
     for i in rows:
