@@ -1,5 +1,6 @@
-"""A config of the user's own, in a directory of its own, that extends one of ours."""
+"""What a command makes of its config: one of the user's own that extends ours, and the jobs of a multirun."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,18 @@ def test_own_config_extends_ours_from_any_directory(tmp_path, monkeypatch, progr
     assert (config.trainer.project_name, config.algorithm.adv_estimator) == ("own_job", "rloo")
     assert config.actor_rollout_ref.actor.megatron._target_ == "verl.workers.config.McoreEngineConfig"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "hydra leaves no directory of its own"
+
+
+def test_every_job_of_a_multirun_is_checked(tmp_path):
+    given = "--check", "-m", "--config-name=own_job", "platform=cpu", "partial_rollout.overlap=-3,0.5", "algorithm=rloo"
+    inputs = "actor_rollout_ref.model.path=none", "data.train_files=none.parquet"
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe.partial_rollout.main_ppo", *given, *inputs],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "config error: partial_rollout.overlap=-3" in done.stderr and "overlap 0.5" in done.stdout

@@ -55,6 +55,11 @@ def check_files(config: DictConfig) -> None:
     for key, name in data_files(config):
         if not name.endswith(_KINDS):
             raise fail(key, name, "a file of " + ", ".join(_KINDS))
+        if pattern := sorted({*"*?[]"} & {*name}):
+            # Of data/a[1]/x.parquet it would read data/a1/x.parquet, if that is there.
+            raise fail(
+                key, name, f"a path without {' '.join(pattern)}, which the reader of data files takes for a pattern"
+            )
         reader = "parquet" if name.endswith(".parquet") else "json"
         with refusing(key, name, "a file with rows that can be read"):
             # As verl reads it, which finds it in the cache then.
