@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 import hydra
@@ -32,7 +32,7 @@ from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
     PartialRolloutConfig,
-    register_keys,
+    register_configs,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
@@ -48,7 +48,7 @@ _KV_HEADROOM = 0.05
 """share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
 enter_recipe()
-register_keys()
+register_configs()
 
 
 def wire(config: DictConfig) -> None:
@@ -57,7 +57,7 @@ def wire(config: DictConfig) -> None:
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.training.agent_loop_manager.{arm}AgentLoopManager"
-    # conf/engine has already taken effect in the defaults list; nobody reads the key that it leaves at the root.
+    # The choice of an engine has taken effect; nobody reads the keys that its file leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
     if overlong and overlong.get("enable") and overlong.get("len") is None:
@@ -78,7 +78,7 @@ def wire(config: DictConfig) -> None:
 
 
 def prepare(config: DictConfig) -> None:
-    """Choose the attention, and resolve homes (``~``) and interpolations.
+    """Choose the attention, resolve homes (``~``) and interpolations, and make paths absolute.
 
     Raises:
         ConfigError: another recipe of this name would run, a value is of another type than its key's, or the attention
@@ -87,6 +87,7 @@ def prepare(config: DictConfig) -> None:
     foreign = foreign_recipe()
     if foreign is not None:
         raise ConfigError(foreign)
+    from recipe.partial_rollout.preflight.paths import check_sockets, write_in_full
     from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, expand_homes, resolved
     from recipe.partial_rollout.training.trainer_config import choose_attention
 
@@ -95,6 +96,8 @@ def prepare(config: DictConfig) -> None:
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)
+    write_in_full(config)
+    check_sockets(config)
 
 
 def check(config: DictConfig) -> NoReturn:
@@ -125,7 +128,7 @@ def check_and_wire(config: DictConfig) -> Path:
     from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.preflight.rows import check_files
     from recipe.partial_rollout.preflight.settings_check import check_config
-    from recipe.partial_rollout.training.trackers import choose_mode
+    from recipe.partial_rollout.training.trackers import choose_mode, set_variable
 
     prepare(config)
     if problem := no_device(config.trainer.device, config.ray_kwargs.ray_init.get("address")):
@@ -136,7 +139,7 @@ def check_and_wire(config: DictConfig) -> Path:
     fetch_model(config)
     wire(config)
     directory = Path(config.trainer.default_local_dir)
-    os.environ.setdefault("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
+    set_variable("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
     show_warnings()
     return directory
 
@@ -241,15 +244,24 @@ def main() -> None:
 
 def _main() -> None:
     act = check if CHECK in sys.argv else run
+    codes: list[Any] = []
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
 
     @hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
     def composed(config: DictConfig) -> None:
-        end_in_one_line(act, config)
+        try:
+            end_in_one_line(act, config)
+        except SystemExit as end:
+            # Of a multirun every job is checked; a training that ends so ends the others with it.
+            if act is not check:
+                raise
+            codes.append(end.code)
 
     def program() -> None:
         spare_caches()
         composed()
+        if failed := [code for code in codes if code]:
+            sys.exit(failed[0])
 
     # verl says it once for every line that asks.
     warnings.filterwarnings("ignore", "Disabled critic")

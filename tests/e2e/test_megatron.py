@@ -17,6 +17,12 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 SMALL = (
     "engine=megatron",
+    # What verl_ext/megatron_cpu.py trains: float32, by mbridge; the reference follows the actor's bridge.
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
+    "critic.megatron.vanilla_mbridge=True",
+    "+actor_rollout_ref.actor.megatron.dtype=float32",
+    "+actor_rollout_ref.ref.megatron.dtype=float32",
+    "+critic.megatron.dtype=float32",
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "data.train_batch_size=4",

@@ -146,7 +146,8 @@ class ScriptedTraining:
         return figures
 
     def save(self):
-        self.session.save(lambda: (self.session.checkpoints.step_dir(self.session.completed_step) / "actor").mkdir())
+        model = self.session.checkpoints.step_dir(self.session.completed_step) / "actor"
+        self.session.save(lambda: (model.mkdir(), (model / "model.pt").touch()))
 
     def train(self, until):
         """The steps from the resumed one to ``until``, each with a checkpoint."""

@@ -265,7 +265,7 @@ def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(file
     check_files(files(known, none, f"data.val_files={tmp_path}/train.parquet"))
     check_files(files(pd.DataFrame([ROW]), *SCORED_BY_MODEL))
     # A loop of the user's own may score its samples itself.
-    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/tools/agent_loops.yaml"
     check_files(files(pd.DataFrame([without("reward_model")]), none, loops))
     assert not capsys.readouterr().out
 
@@ -318,7 +318,7 @@ def test_column_that_no_checkpoint_can_hold_is_refused_by_name_where_there_are_a
 
 
 def test_training_rows_without_a_ground_truth_are_for_the_loop_that_scores_them(files):
-    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/agent_loops.yaml"
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/tools/agent_loops.yaml"
     config = files(pd.DataFrame([NULL]), loops)
     check_files(config)
     config.data.val_files = config.data.train_files

@@ -121,7 +121,7 @@ def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_mod
 def test_critic_of_mbridge_is_refused_beside_tied_embeddings(with_model, task, tied):
     model = {"model_type": "qwen3", "vocab_size": 10, "tie_word_embeddings": True}
     other = ({"critic.model.path", "actor_rollout_ref.model.path"} - {tied}).pop()
-    critic = ("engine=megatron", "algorithm.adv_estimator=gae")
+    critic = ("engine=megatron", "critic.megatron.vanilla_mbridge=True", "algorithm.adv_estimator=gae")
     config = with_model(model, *critic)
     OmegaConf.update(config, tied, config.actor_rollout_ref.model.path)
     OmegaConf.update(config, other, str(task))

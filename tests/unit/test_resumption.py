@@ -52,6 +52,11 @@ def inputs(tmp_path):
     return SimpleNamespace(model=model, files=files, write=write)
 
 
+def write_model(step_dir):
+    (step_dir / "actor").mkdir()
+    (step_dir / "actor" / "model.pt").touch()
+
+
 @pytest.fixture
 def start(tmp_path, inputs, resolved_config, monkeypatch):
     """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals."""
@@ -70,7 +75,7 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             if save is not None:
                 step_dir = session.checkpoints.step_dir(save)
                 in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
-                session.checkpoints.save(save, in_flight, (step_dir / "actor").mkdir)
+                session.checkpoints.save(save, in_flight, lambda: write_model(step_dir))
 
         monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)

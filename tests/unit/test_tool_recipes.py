@@ -79,11 +79,6 @@ def test_calculator_computes_arithmetic_and_says_what_it_wants_otherwise(express
     assert response.text == answer
 
 
-def test_shipped_calculator_is_called_again_where_a_call_was_cut_off():
-    (tool,) = initialize_tools_from_config(CONF_DIR / "arithmetic_tool.yaml")
-    assert isinstance(tool, Arithmetic)
-
-
 @pytest.mark.parametrize("check", [lambda config: list(check_run(config)), check_config, verl_trainer.main.__wrapped__])
 def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, tmp_path, monkeypatch, capsys, check):
     monkeypatch.chdir(tmp_path)
@@ -105,7 +100,7 @@ def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path
     config = build()
     find_tools(config)
     verls = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    assert config.data.tool_config_path == verls == str(CONF_DIR / "arithmetic_tool.yaml")
+    assert config.data.tool_config_path == verls == str(CONF_DIR / "tools" / "arithmetic_tool.yaml")
     assert capsys.readouterr().out == ""
 
 

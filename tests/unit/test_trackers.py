@@ -64,6 +64,16 @@ def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
     assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
 
 
+def test_each_run_of_a_multirun_has_an_id_and_a_colour_of_its_own(resolved_config, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    seen = []
+    for branch, enable in (("a1", True), ("b2", False)):
+        open_run(resolved_config("quickstart_cpu", f"partial_rollout.enable={enable}"), branch)
+        seen.append([os.environ[f"SWANLAB_{name}"] for name in ("RUN_ID", "EXP_COLOR")])
+    assert [id for id, _ in seen] == ["a1", "b2"] and seen[0][1] != seen[1][1]
+    assert os.environ["WANDB_RUN_ID"] == "mine"
+
+
 def test_the_table_has_what_the_command_line_sets_flat_and_short(monkeypatch):
     """The rest of it: tests/e2e/test_dashboard_page.py."""
     monkeypatch.setattr(trackers, "_overridden", lambda: iter(["trainer.nested"]))

@@ -168,6 +168,9 @@ def _checksum(path: Path) -> str:
 
 def read(step_dir: Path) -> Manifest:
     """The manifest of ``step_dir``, whose files are not looked at; raises as ``verify``."""
+    if not any(step_dir.iterdir()):
+        # A process that was killed between its first two directories leaves it so.
+        raise torn(step_dir, "it is empty")
     if not (step_dir / DIRECTORY).is_dir():
         raise foreign(step_dir, f"it has no {DIRECTORY}/: another trainer made it")
     changed = f"{DIRECTORY}/{NAME} is cut off or changed"

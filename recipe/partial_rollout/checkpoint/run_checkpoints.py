@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's file: verl's save writes the step there, and its own tools read it"""
+_MODEL = "actor"
+"""verl's directory of a model within a step directory"""
 _LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 
@@ -101,7 +103,8 @@ class RunCheckpoints:
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
-        self.run_dir = run_dir
+        # The manager's process writes there, too, and may have another working directory.
+        self.run_dir = run_dir.absolute()
         self._keep = keep
         self.run = uuid4().hex[:16]
         """id of the run for trackers; ``begin`` takes over the id of a run that continues"""
@@ -184,7 +187,7 @@ class RunCheckpoints:
                 write_manifest(self.chosen, self.resumed)
             elif self.resumed.run_dir == str(self.run_dir.resolve()):
                 self.run = self.resumed.run
-            if not self.chosen.is_symlink():
+            if self.chosen.absolute() == self.step_dir(step) and not self.chosen.is_symlink():
                 self._on_disk, self._kept = step, [*self.resumed.kept]
         set_aside(superseded, aside)
         if self.chosen is not None and not continues:
@@ -236,19 +239,25 @@ class RunCheckpoints:
 
         Args:
             in_flight: PR: by part, what writes its state to the path that it is given.
-            save_verl: writes verl's part; not called for the step that this process last saved or loaded: its weights
-                are already on disk, and only what is in flight has changed since.
+            save_verl: writes verl's part; not called for the step that this process last saved or loaded, if it is still
+                whole: its weights are already on disk, and only what is in flight has changed since.
 
         Raises:
-            RuntimeError: what is in flight cannot be saved; the weights are, and the message says what to do with them.
+            RuntimeError: verl wrote its part elsewhere. Or what is in flight cannot be saved; the weights are, and the
+                message says what to do with them.
         """
         step_dir = self.step_dir(step)
-        if step != self._on_disk:
+        if step != self._on_disk or not _is_whole(step_dir):
             if step_dir.is_symlink():
                 # Another run's checkpoint stays as it is.
                 step_dir.unlink()
             begin(step_dir)
             save_verl()
+            if not any(path.is_file() for path in (step_dir / _MODEL).rglob("*")):
+                raise RuntimeError(
+                    f"step {step} is not saved: the trainer's workers left nothing in {step_dir}/{_MODEL} for this process "
+                    "to see; trainer.default_local_dir must be a directory that all nodes share"
+                )
         state = uuid4().hex[:8]
         try:
             for part, write in in_flight.items():
@@ -277,8 +286,15 @@ class RunCheckpoints:
             if not path.stem.endswith(state):
                 path.unlink()
         for other in self.run_dir.glob("global_step_*"):
-            if (other / DIRECTORY).is_dir() and not (other / "actor").is_dir():
+            if (other / DIRECTORY).is_dir() and not (other / _MODEL).is_dir():
                 shutil.rmtree(other)
+
+
+def _is_whole(step_dir: Path) -> bool:
+    try:
+        return bool(verify(step_dir))
+    except (TornCheckpointError, ForeignCheckpointError):
+        return False
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 
@@ -378,6 +381,22 @@ def register_keys() -> None:
     Every program calls it before it composes a config of conf/.
     """
     ConfigStore.instance().store("partial_rollout_keys", defaults_of(PartialRolloutConfig), package=ROOT)
+
+
+class _Configs(SearchPathPlugin):
+    """Lets hydra find the configs of verl and of ``CONF_DIR``, whatever directory the composed config is in."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        # The config that is composed may be of CONF_DIR itself.
+        for path in (f"file://{CONF_DIR}", "pkg://verl.trainer.config"):
+            if path not in [part.path for part in search_path.get_path()]:
+                search_path.append("partial-rollout", path)
+
+
+def register_configs() -> None:
+    """Register the keys and the places of configs; for the recipe's programs, not for verl's own command."""
+    register_keys()
+    Plugins.instance().register(_Configs)
 
 
 def verls_own(config: DictConfig) -> bool:

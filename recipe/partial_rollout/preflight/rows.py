@@ -55,6 +55,11 @@ def check_files(config: DictConfig) -> None:
     for key, name in data_files(config):
         if not name.endswith(_KINDS):
             raise fail(key, name, "a file of " + ", ".join(_KINDS))
+        if pattern := sorted({*"*?[]"} & {*name}):
+            # Of data/a[1]/x.parquet it would read data/a1/x.parquet, if that is there.
+            raise fail(
+                key, name, f"a path without {' '.join(pattern)}, which the reader of data files takes for a pattern"
+            )
         reader = "parquet" if name.endswith(".parquet") else "json"
         with refusing(key, name, "a file with rows that can be read"):
             # As verl reads it, which finds it in the cache then.
@@ -206,10 +211,9 @@ def check_rows(config: DictConfig, dataset: Sequence[dict[str, Any]]) -> None:
     """Raise ``ConfigError`` for rows of ``dataset`` that an order of the user's own, or a checkpoint, cannot take."""
     if not config.partial_rollout.enable:
         return
-    settings = PartialRolloutConfig.from_config(config)
     rows = np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist()
-    if not isinstance(settings.scheduling.policy, SchedulingPolicy):
-        _check_order(settings, [dataset[i] for i in rows])
+    if OmegaConf.select(config, POLICY) not in (None, *SchedulingPolicy):
+        _check_order(PartialRolloutConfig.from_config(config), [dataset[i] for i in rows])
     if config.trainer.save_freq <= 0:
         return
     for i in rows:

@@ -267,7 +267,9 @@ def of_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
 def _of_missing(error: MissingConfigException) -> ConfigError:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    options = error.options or sorted(path.stem for path in CONF_DIR.glob("*.yaml") if "hydra:" in path.read_text())
+    options = error.options or sorted(
+        path.stem for path in CONF_DIR.glob("*.yaml") if "- ppo_trainer" in path.read_text()
+    )
     near = get_close_matches(choice, options, 1)
     allowed = f"did you mean {near[0]}? " if near else ""
     return fail(group or "--config-name", choice, f"{allowed}one of {', '.join(options)}")

@@ -1,6 +1,6 @@
 """A calculator for models that write arithmetic, as GSM8K's solutions do.
 
-In verl's ``multi_turn.tool_config_path`` (``conf/arithmetic_tool.yaml``)::
+In verl's ``multi_turn.tool_config_path`` (``conf/tools/arithmetic_tool.yaml``)::
 
     tools:
       - class_name: recipe.partial_rollout.tasks.arithmetic.Arithmetic

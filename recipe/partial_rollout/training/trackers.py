@@ -55,6 +55,16 @@ _SHOWN = (
 """verl's keys in the table, besides those that the command line sets"""
 
 
+_SET: dict[str, str] = {}
+"""variables that this process has set"""
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set a variable of the environment, unless the user has; the next run of a multirun sets its own."""
+    if os.environ.get(name) in (None, _SET.get(name)):
+        os.environ[name] = _SET[name] = value
+
+
 def choose_mode(loggers: Iterable[str]) -> None:
     """Set ``SWANLAB_MODE`` for verl, which reads it, unless the user has.
 
@@ -92,13 +102,13 @@ def open_run(config: DictConfig, run: str | None) -> dict[str, Any] | None:
     trainer = config.trainer
     if run is not None:
         for tracker in ("SWANLAB", "WANDB"):
-            os.environ.setdefault(f"{tracker}_RUN_ID", run)
-            os.environ.setdefault(f"{tracker}_RESUME", "allow")
+            set_variable(f"{tracker}_RUN_ID", run)
+            set_variable(f"{tracker}_RESUME", "allow")
     if SWANLAB not in trainer.logger:
         return None
     swanlab_board.install()
     colour = _PR_COLOURS[crc32(str(trainer.experiment_name).encode()) % len(_PR_COLOURS)]
-    os.environ.setdefault("SWANLAB_EXP_COLOR", colour if config[ROOT].enable else _NOPR_COLOUR)
+    set_variable("SWANLAB_EXP_COLOR", colour if config[ROOT].enable else _NOPR_COLOUR)
     return config_table(config)
 
 
