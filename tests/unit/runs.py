@@ -186,10 +186,10 @@ def interrupted_run(path, *, arm="PR", steps=3, complete=True):
     return build_run(path, rounds=rounds, step_s=STEP_S, phases=phases, **own)
 
 
-def large_group(order, staleness):
+def large_group(order, staleness, birth=0):
     lengths = [3000 + 17 * (order % 40) + i for i in range(8)]
     return TrainedGroup(
-        uid=f"0/{order}", order=order, prompt=f"{order}-0123456789ab", birth=0, lengths=lengths,
+        uid=f"0/{order}", order=order, prompt=f"{order}-0123456789ab", birth=birth, lengths=lengths,
         staleness=[staleness] * 8, segments=[1 + staleness] * 8, tokens=sum(lengths), off_policy_tokens=100 * staleness,
     )  # fmt: skip
 
@@ -220,7 +220,7 @@ def large_run(path, steps, calls, groups):
                            0.0123456789, f"0/{(step - 1) * groups + i // 8 % groups}#{i % 8}", i % 9 == 0)
                 for i in range(calls)
             )  # fmt: skip
-            batch = [large_group((step - 1) * groups + i, old) for i in range(groups)]
+            batch = [large_group((step - 1) * groups + i, old, step - 1 - old) for i in range(groups)]
             phase = RolloutPhase(start, start + 40, tuple(ran))
             log.round(Round(step=step, phase=phase, trained=batch, admitted=[group.uid for group in batch]))
             log.add(Phase("train", step, start + 40, start + 60.0))

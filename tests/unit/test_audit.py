@@ -23,14 +23,18 @@ RUN = begun(**SIZES)
 
 
 def group(uid, *, samples=2, masked=0, **fields):
-    epoch, _, position = uid.partition("/")
-    return {**build_group(int(position), [3] * samples, epoch=int(epoch)), "masked": masked, **fields}
+    epoch, position = map(int, uid.split("/"))
+    made = build_group(position, [3] * samples, epoch=epoch)
+    return {**made, "order": 4 * epoch + position, "masked": masked, **fields}
 
 
 def round_of(step, trained, admitted="", filtered="", **fields):
     """Groups of two samples of three tokens; uids are apart by spaces, ``trained`` may have groups."""
     groups = [group(uid) for uid in trained.split()] if isinstance(trained, str) else trained
-    gone = [{"uid": uid, "order": 0, "birth": 0, "value": 0.0, "lengths": [3, 3]} for uid in filtered.split()]
+    gone = [
+        {"uid": uid, "order": group(uid)["order"], "birth": 0, "value": 0.0, "lengths": [3, 3]}
+        for uid in filtered.split()
+    ]
     phase = {"start": 0.0, "end": 3.0, "calls": [EngineCall(0, 1.0, 2.0, 20, step - 1)]}
     known = {"event": "round", "step": step, "phase": phase, "trained": groups}
     return {**known, "admitted": admitted.split(), "filtered": gone, **fields}
@@ -94,10 +98,30 @@ def test_whole_training_has_no_violation(write, capsys):
 LATE = {"staleness": [2, 2], "off_policy_tokens": 1}
 WRONG = [
     ("prompt 1/1 was lost: never trained", with_round(3, round_of(3, "1/0", "1/1"))),
-    ("prompt 0/1 was trained 2 times: in steps 2, 4", with_round(4, round_of(4, "1/2 1/3 0/1", "1/2 1/3"))),
-    ("prompt 1/3 was trained and never admitted", with_round(4, round_of(4, "1/2 1/3", "1/2"))),
+    ("prompt 0/1 was trained in step 4, and trained in step 2", with_round(4, round_of(4, "1/2 1/3 0/1", "1/2 1/3"))),
+    ("prompt 1/3 was trained in step 4 and not admitted before", with_round(4, round_of(4, "1/2 1/3", "1/2"))),
     (
-        "prompt 7/0 was trained: the training has no such prompt",
+        "prompt 1/0 was trained in step 3 and not admitted before",
+        [*GOOD[:2], round_of(2, "0/1 0/3", "0/3"), GOOD[3], round_of(4, "1/2 1/3", "1/0 1/2 1/3"), ended(4)],
+    ),
+    ("prompt 0/1 was admitted in step 4, and admitted in step 1", with_round(4, round_of(4, "1/2 1/3", "1/2 1/3 0/1"))),
+    ("prompts 0/0 and 1/3 have one dispatch order", with_group("1/3", order=0)),
+    ("prompts 1/2 and 1/3 have one row of the data", with_group("1/3", prompt="2")),
+    ("step 1 trained 3 groups of 2", [RUN, round_of(1, "0/0 0/1 0/2", "0/0 0/1 0/2")]),
+    ("step 2 trained 1 groups of 2", [RUN, GOOD[1], round_of(2, "0/1", "0/3 1/0")]),
+    (
+        "step 2 trained 12 tokens of version 1; no engine call of its round decoded any",
+        with_round(2, {**GOOD[2], "phase": {**GOOD[2]["phase"], "calls": [EngineCall(0, 1.0, 2.0, 0, 1)]}}),
+    ),
+    *(
+        (
+            f"prompt 1/3 was trained in step 4 with birth {birth} and staleness {ages}: a birth of 2 to {3 - max(ages)}",
+            with_group("1/3", birth=birth, staleness=ages, off_policy_tokens=max(ages)),
+        )
+        for birth, ages in ((1, [0, 0]), (1, [1, 0]), (3, [0, 1]), (4, [0, 0]))
+    ),
+    (
+        "prompt 7/0 was trained in step 4: the training has no such prompt",
         with_round(4, round_of(4, "1/2 1/3 7/0", "1/2 1/3")),
     ),
     ("sample 1/3#0 was trained in step 4 with staleness 2: at most 1", with_group("1/3", **LATE)),
@@ -125,15 +149,15 @@ WRONG = [
         [RUN, round_of(1, "0/1", "0/0 0/1 0/2 0/3 1/0 1/1")],
     ),
     (
-        "prompt 0/3 was filtered in step 1 and trained in step 1",
+        "prompt 0/3 was filtered in step 1, and trained in step 1",
         with_round(1, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/3 0/1"), lines=SAMPLED),
     ),
     (
-        "prompt 0/1 was filtered 2 times: in steps 1, 2",
+        "prompt 0/1 was filtered in step 2, and filtered in step 1",
         with_round(2, round_of(2, "1/0 1/1", "1/0 1/1", "0/2 0/1"), lines=SAMPLED),
     ),
     (
-        "prompt 1/2 was filtered and never admitted",
+        "prompt 1/2 was filtered in step 2 and not admitted before",
         with_round(2, round_of(2, "1/0 1/1", "1/0 1/1", "0/2 1/2"), lines=SAMPLED),
     ),
     ("prompt 0/2 was lost: never trained", with_round(2, round_of(2, "1/0 1/1", "1/0 1/1"), lines=SAMPLED)),
@@ -149,8 +173,8 @@ def test_violation_is_named(write, capsys, violation, lines):
 
 
 def test_a_loss_is_told_once(write):
-    lines = with_round(3, round_of(3, "1/0", "1/0 1/1"))
-    assert violations(write(*lines)) == ["prompt 1/1 was lost: never trained"]
+    lines = with_round(3, round_of(3, "1/0", "1/1"))
+    assert violations(write(*lines)) == ["prompt 1/1 was lost: never trained", "step 3 trained 1 groups of 2"]
 
 
 def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):
@@ -159,7 +183,7 @@ def test_training_that_does_not_drain_ends_with_prompts_in_flight(write):
     assert violations(write(beyond, *GOOD[1:3], ended(2))) == []
     assert violations(write(*GOOD[:3], ended(2)))[0] == "prompt 1/0 was lost: never trained"
     short = violations(write(beyond, GOOD[1], round_of(2, "0/1", "0/3 1/0"), ended(2)))
-    assert short == ["the training is complete with 3 prompts trained of 4"]
+    assert short == ["the training is complete with 3 prompts trained of 4", "step 2 trained 1 groups of 2"]
 
 
 def test_training_that_drains_after_one_that_did_not_may_have_prompts_left(write):
@@ -213,6 +237,19 @@ def test_start_that_failed_before_it_trained_is_no_kill_and_one_that_trained_is(
     assert audit(write(*failed, *GOOD[2:]))[0].kills == 0
 
 
+@pytest.mark.parametrize("lost", [GOOD[2:3], GOOD[1:3], GOOD[2:4]])
+def test_lines_that_a_failing_machine_lost_after_their_checkpoint_accuse_nobody(write, capsys, lost):
+    """A process resumes from a step whose checkpoint is whole and whose line never reached the disk."""
+    left = [line for line in GOOD[:4] if line not in lost]
+    steps = [line["step"] for line in lost]
+    run_dir = write(*left[: 4 - len(lost)], resumed(max(steps)), *GOOD[max(steps) + 1 :])
+    assert main([str(run_dir)]) == 0, capsys.readouterr().out
+    assert f"steps that the log has lost       {', '.join(map(str, steps))}" in capsys.readouterr().out
+    # What other steps did twice is still a violation.
+    again = round_of(4, "1/2 1/2", "1/2 1/3")
+    assert violations(write(*left[: 4 - len(lost)], resumed(max(steps)), *GOOD[max(steps) + 1 : 4], again, ended(4)))
+
+
 def test_resume_undoes_later_steps_and_staleness_is_judged_by_the_bound_in_force(write):
     result, _ = audit(write(*GOOD, resumed(0), *GOOD[1:]))
     assert result.violations == [] and result.undone == 8 and result.complete
@@ -254,7 +291,7 @@ def test_log_goes_on_wherever_its_last_line_was_cut_off(tmp_path):
         ([*GOOD, "{", "{"], "line 7: torn"),
         ([RUN, {"event": "round", "step": 1}], "line 2: Object missing required field `phase`"),
         ([RUN, round_of(0, "")], "line 2: Expected `int` >= 1 - at `$.step`"),
-        (with_group("1/3", staleness=[1]), "line 5: group 3 has lists of different lengths"),
+        (with_group("1/3", staleness=[1]), "line 5: group 7 has lists of different lengths"),
         ([RUN, round_of(1, [{**group("0/0"), "uid": "seven"}])], "- at `$.trained[0].uid`"),
         (
             [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [[0, 1.0, "2", 20, 0]]})],

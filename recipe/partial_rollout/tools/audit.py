@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -27,18 +27,22 @@ _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the audit keeps of a round; a prompt's uid is one object wherever it stands."""
+    """A round as the audit keeps it; a prompt's uid is one object wherever it stands."""
 
     step: int
     admitted: list[str]
     trained: list[str]
     filtered: list[str]
+    orders: list[int]
+    """[trained, then filtered group]: dispatch order"""
+    rows: list[int | None]
+    """[trained group]: hash of its epoch and row of the data; None if rows have no index, and two may be alike"""
     masked: int
     """samples"""
     staleness: int
-    """the largest"""
+    """largest of a trained sample"""
     faults: tuple[str, ...]
-    """what is wrong with it by itself"""
+    """violations that the round shows by itself"""
 
     @classmethod
     def of(cls, round_: Round, settings: RunSettings) -> Entry:
@@ -49,6 +53,8 @@ class Entry:
             list(map(sys.intern, round_.admitted)),
             [sys.intern(group.uid) for group in groups],
             [sys.intern(group.uid) for group in round_.filtered],
+            orders=[group.order for group in chain(groups, round_.filtered)],
+            rows=[None if group.prompt.startswith("0-") else hash((group.epoch, group.prompt)) for group in groups],
             masked=sum(group.masked for group in groups),
             staleness=max((age for group in groups for age in group.staleness), default=0),
             faults=tuple(_faults(round_, settings)),
@@ -56,12 +62,18 @@ class Entry:
 
 
 def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
-    """What is wrong with a round and its groups under ``settings``, a line each."""
+    """Violations of a round and its groups under ``settings``, a line each."""
     step, version = round_.step, round_.version
     if (latest := round_.phase.column("version").max(initial=-1)) > version:
         yield f"the round of step {step} under version {version} has engine calls of version {latest}"
     if round_.lost_samples:
         yield f"{round_.lost_samples} samples were unaccounted for after the round of step {step}"
+    if len(round_.trained) != settings.batch_groups:
+        yield f"step {step} trained {len(round_.trained)} groups of {settings.batch_groups}"
+    own = sum(group.tokens - group.off_policy_tokens for group in round_.trained)
+    # A worker that dies after its samples are whole takes all its calls along.
+    if own and len(round_.phase.calls) and not round_.phase.decoded_tokens:
+        yield f"step {step} trained {own} tokens of version {version}; no engine call of its round decoded any"
     for group in round_.trained:
         yield from _faults_of_group(group, step, settings)
 
@@ -73,6 +85,13 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
                 f"sample {group.uid}#{index} was trained in step {step} with staleness {staleness}: "
                 f"at most {settings.max_staleness}"
             )
+    # The first sample starts no later than any sample's first token.
+    since, until = step - 1 - settings.max_staleness, step - 1 - max(group.staleness, default=0)
+    if group.birth is not None and not since <= group.birth <= until:
+        yield (
+            f"prompt {group.uid} was trained in step {step} with birth {group.birth} and staleness {group.staleness}: "
+            f"a birth of {max(0, since)} to {until}"
+        )
     samples, tokens, off_policy = len(group.lengths), group.tokens, group.off_policy_tokens
     if samples != settings.samples_per_group:
         yield f"prompt {group.uid} was trained in step {step} with {samples} samples of {settings.samples_per_group}"
@@ -93,6 +112,8 @@ class Audit:
 
     def __init__(self, events: Iterable[Event]) -> None:
         processes, worked, self.kills = list[RunSettings](), False, 0
+        self.unlogged = set[int]()
+        """steps that a process resumed beyond and whose lines are lost: the machine failed before they were on disk"""
         lineage = Lineage(lambda round_: Entry.of(round_, lineage.settings))
         for event in events:
             lineage.take(event)
@@ -101,6 +122,8 @@ class Audit:
                     processes.append(event)
                     self.kills += worked
                     worked = False
+                    logged = max((entry.step for entry in lineage.standing()), default=0)
+                    self.unlogged |= set(range(logged + 1, event.resumed + 1))
                 case Round() | Checkpoint():
                     worked = True
                 case Ended():
@@ -118,13 +141,15 @@ class Audit:
         """whether it is over because the data could not fill another batch"""
         self.entries = lineage.standing()
         """of the rounds that count"""
-        self.admitted, self.trained, self.filtered = (
-            {prompt for entry in self.entries for prompt in getattr(entry, kind)}
-            for kind in ("admitted", "trained", "filtered")
-        )
+        self.unlogged -= {entry.step for entry in self.entries}
+        self.admitted = {prompt for entry in self.entries for prompt in entry.admitted}
+        self.trained = {prompt for entry in self.entries for prompt in entry.trained}
+        self.filtered = {prompt for entry in self.entries for prompt in entry.filtered}
         self.undone = sum(len(entry.trained) for entry in lineage.undone)
         """trained groups that resumes have undone"""
         self._consumed = self.trained | self.filtered
+        self._unseen = len(self.unlogged) * (self.offered if sizes.filters else sizes.batch_groups)
+        """prompts that unlogged steps may have consumed"""
         self.lost = self.repeated = 0
         self.violations = [
             f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
@@ -134,51 +159,63 @@ class Audit:
         ]
         self._judge()
 
-    # -- what is wrong with it ---------------------------------------------------------------------------------------
+    # -- violations --------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         rounds = Counter(entry.step for entry in self.entries)
         steps = range(1, max(rounds, default=0) + 1)
-        self.violations += [f"step {step} has {rounds[step]} rounds" for step in steps if rounds[step] != 1]
-        self._judge_consumed()
+        self.violations += [
+            f"step {step} has {rounds[step]} rounds"
+            for step in steps
+            if rounds[step] != 1 and step not in self.unlogged
+        ]
+        self._judge_prompts()
+        self._judge_shared(
+            "dispatch order", lambda entry: zip(entry.orders, entry.trained + entry.filtered, strict=True)
+        )
+        self._judge_shared("row of the data", lambda entry: zip(entry.rows, entry.trained, strict=True))
         self._judge_holes()
         self._judge_lost()
         trained, total = len(self.trained), self.sizes.total
-        # What drains tells each prompt that was lost.
+        # A training that drains has each lost prompt named above.
         by_prompt = self.drained and not self.sizes.filters
-        if self.complete and not self.exhausted and not by_prompt and trained < total:
+        if self.complete and not self.exhausted and not by_prompt and trained + self._unseen < total:
             self.violations.append(f"the training is complete with {trained} prompts trained of {total}")
         self.violations += [fault for entry in self.entries for fault in entry.faults]
 
-    def _judge_consumed(self) -> None:
-        """Check that each prompt is consumed once, trained or filtered, after its admission."""
-        times = Counter(prompt for entry in self.entries for prompt in chain(entry.trained, entry.filtered))
-        sound = self.admitted & set(self._known(self._consumed))
-        suspects = [prompt for prompt, count in times.items() if count > 1 or prompt not in sound]
-        steps_of = {prompt: {"trained": [], "filtered": []} for prompt in sorted(suspects, key=position_of)}
+    def _judge_prompts(self) -> None:
+        """Check that each prompt is admitted once, then consumed once: trained or filtered."""
+        admitted, consumed = dict[str, str](), dict[str, str]()
         for entry in self.entries:
-            for what, prompts in ("trained", entry.trained), ("filtered", entry.filtered):
-                for prompt in steps_of.keys() & prompts:
-                    steps_of[prompt][what] += [entry.step] * prompts.count(prompt)
-        for prompt, found in steps_of.items():
-            for what, steps in found.items():
-                said = f"prompt {prompt} was {what}"
-                if len(steps) > 1:
-                    self.violations.append(f"{said} {len(steps)} times: in steps {', '.join(map(str, steps))}")
-                if steps and not self._known([prompt]):
-                    self.violations.append(f"{said}: the training has no such prompt")
-                elif steps and prompt not in self.admitted:
-                    self.violations.append(f"{said} and never admitted")
-            if found["trained"] and found["filtered"]:
-                both = f"filtered in step {found['filtered'][0]} and trained in step {found['trained'][-1]}"
-                self.violations.append(f"prompt {prompt} was {both}")
-            self.repeated += times[prompt] > 1
+            for verb, prompts, once in (
+                ("admitted", entry.admitted, admitted),
+                ("trained", entry.trained, consumed),
+                ("filtered", entry.filtered, consumed),
+            ):
+                here = f"{verb} in step {entry.step}"
+                for prompt in prompts:
+                    said = f"prompt {prompt} was {here}"
+                    if prompt in once:
+                        self.violations.append(f"{said}, and {once[prompt]}")
+                        self.repeated += once is consumed
+                    once.setdefault(prompt, here)
+                    if once is consumed and not self._knows(prompt):
+                        self.violations.append(f"{said}: the training has no such prompt")
+                    elif prompt not in admitted and not self.unlogged:
+                        self.violations.append(f"{said} and not admitted before")
+
+    def _judge_shared(self, what: str, marks: Callable[[Entry], Iterable[tuple[int | None, str]]]) -> None:
+        """Check that no two prompts have the same mark; ``marks`` of an entry are mark and prompt."""
+        owners: dict[int | None, str] = {}
+        for mark, prompt in chain.from_iterable(map(marks, self.entries)):
+            if mark is not None and owners.setdefault(mark, prompt) != prompt:
+                self.violations.append(f"prompts {owners[mark]} and {prompt} have one {what}")
 
     def _judge_holes(self) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
-        if self.drained and not self.sizes.filters:
+        if self.unlogged or (self.drained and not self.sizes.filters):
             return
-        places = set(map(self._place, self._known(self.admitted | self._consumed)))
+        places = set(map(self._place, filter(self._knows, self.admitted | self._consumed)))
         skipped = sorted(set(range(max(places, default=0))) - places)
         self.violations += [
             f"prompt {self._prompt(place)} was lost: later ones were admitted, it was not" for place in skipped
@@ -195,7 +232,7 @@ class Audit:
             # The prompts left at the end of the data do not fill a batch.
             due, in_flight = map(self._prompt, range(self.offered)), sizes.batch_groups - 1
         untrained = sorted(set(due) - self._consumed, key=position_of)
-        lost = max(0, len(untrained) - in_flight)
+        lost = max(0, len(untrained) - in_flight - self._unseen)
         self.lost += lost
         if lost and self.drained:
             self.violations += [f"prompt {prompt} was lost: never trained" for prompt in untrained]
@@ -222,10 +259,9 @@ class Audit:
         epoch, position = position_of(prompt)
         return epoch * self.sizes.epoch_prompts + position
 
-    def _known(self, prompts: Iterable[str]) -> list[str]:
-        """Those that the training has."""
-        size = self.sizes.epoch_prompts
-        return [each for each in prompts if position_of(each)[1] < size and self._place(each) < self.offered]
+    def _knows(self, prompt: str) -> bool:
+        """Whether the training has it."""
+        return position_of(prompt)[1] < self.sizes.epoch_prompts and self._place(prompt) < self.offered
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +275,7 @@ class Audit:
         """Number of epochs of which every prompt is trained or filtered."""
         size = self.sizes.epoch_prompts
         epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
-        consumed = Counter(position_of(prompt)[0] for prompt in self._known(self._consumed))
+        consumed = Counter(position_of(prompt)[0] for prompt in filter(self._knows, self._consumed))
         return sum(consumed[epoch] == size for epoch in range(epochs))
 
     @property
@@ -272,6 +308,7 @@ class Audit:
             "kills survived": self.kills,
             "resumes": self.resumes,
             "trained groups undone by resumes": self.undone,
+            "steps that the log has lost": ", ".join(map(str, sorted(self.unlogged))) or 0,
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
