@@ -16,7 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -26,17 +26,16 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
-from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
     OVERLONG,
+    V1_MODE,
     Correction,
-    PartialRolloutConfig,
     register_configs,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
-from verl_ext.command import foreign_recipe, no_device
 from verl_ext.guard import enter_recipe
 
 if TYPE_CHECKING:
@@ -77,39 +76,11 @@ def wire(config: DictConfig) -> None:
         rollout.scheduling_policy = "priority"
 
 
-def prepare(config: DictConfig) -> None:
-    """Choose the attention, resolve homes (``~``) and interpolations, and make paths absolute.
-
-    Raises:
-        ConfigError: another recipe of this name would run, a value is of another type than its key's, or the attention
-            asked for is not installed.
-    """
-    foreign = foreign_recipe()
-    if foreign is not None:
-        raise ConfigError(foreign)
-    from recipe.partial_rollout.preflight.paths import check_sockets, write_in_full
-    from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, expand_homes, resolved
-    from recipe.partial_rollout.training.trainer_config import choose_attention
-
-    expand_homes(config)
-    check_verl_keys(resolved(config))
-    choose_attention(config)
-    # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
-    OmegaConf.resolve(config)
-    write_in_full(config)
-    check_sockets(config)
-
-
 def check(config: DictConfig) -> NoReturn:
-    """Exit with what ``tools/check`` finds.
+    """Print what the checks find and the plan; exit."""
+    from recipe.partial_rollout.tools.check.command import check_run
 
-    Raises:
-        ConfigError: the settings do not hold.
-    """
-    from recipe.partial_rollout.tools.check.command import check_run, told
-
-    prepare(config)
-    sys.exit(told(check_run(config)))
+    sys.exit(check_run(config))
 
 
 def run(config: DictConfig) -> None:
@@ -118,53 +89,36 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    directory = check_and_wire(config)
-    with nullcontext() if config.trainer.get("val_only") else locked(directory):
-        begin(config).train()
+    with ExitStack() as held:
+        begin(config, held).train()
 
 
-def check_and_wire(config: DictConfig) -> Path:
-    """Check ``config`` and complete it; the run's directory."""
+def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
+    """Check ``config``, complete it, and make the run's directory, which stays locked while ``held`` is open.
+
+    What is left to do needs Ray.
+    """
+    from recipe.partial_rollout import preflight
     from recipe.partial_rollout.preflight.inputs import fetch_model
-    from recipe.partial_rollout.preflight.rows import check_files
-    from recipe.partial_rollout.preflight.settings_check import check_config
-    from recipe.partial_rollout.training.trackers import choose_mode, set_variable
+    from recipe.partial_rollout.rollout.session import CONFIG, RunSession
+    from recipe.partial_rollout.task_runner import TaskRunner
+    from recipe.partial_rollout.training.trackers import set_variable
 
-    prepare(config)
-    if problem := no_device(config.trainer.device, config.ray_kwargs.ray_init.get("address")):
-        raise ConfigError(problem)
-    check_config(config)
-    choose_mode(config.trainer.logger)
-    check_files(config)
+    found = preflight.checked(config)
+    if found.checkpoints is None:
+        words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
+        raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
     fetch_model(config)
     wire(config)
-    directory = Path(config.trainer.default_local_dir)
-    set_variable("SWANLAB_LOG_DIR", str(directory.parent / "swanlog"))
+    session = RunSession(found.settings, found.checkpoints, trains=not config.trainer.get("val_only"))
+    set_variable("SWANLAB_LOG_DIR", str(session.run_dir.parent / "swanlog"))
     show_warnings()
-    return directory
-
-
-def begin(config: DictConfig) -> TaskRunner:
-    """Check what depends on the run's directory and data, and begin the run; what is left needs Ray."""
-    from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-    from recipe.partial_rollout.preflight.rows import check_prompts, check_rows, check_steps
-    from recipe.partial_rollout.rollout.session import CONFIG, RunSession
-    from recipe.partial_rollout.task_runner import TaskRunner, check_ray_address
-
-    check_ray_address(config)
-    checkpoints = check_checkpoints(config)
-    settings = PartialRolloutConfig.from_config(config)
-    session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
-    runner = TaskRunner(config, session)
-    check_steps(config, len(runner.train_dataset), len(runner.val_dataset))
-    for split, dataset in (("train", runner.train_dataset), ("val", runner.val_dataset)):
-        check_prompts(config, runner.tokenizer, dataset, f"data.{split}_files")
-    check_rows(config, runner.train_dataset)
-    check_made_of_rows(config, checkpoints, runner.train_dataset)
+    if session.trains:
+        held.enter_context(locked(session.run_dir))
     session.begin()
     if session.trains:
         OmegaConf.save(config, session.run_dir / CONFIG, resolve=True)
-    return runner
+    return TaskRunner(config, session, found)
 
 
 class _AboveProgressBar(logging.Handler):
@@ -278,13 +232,6 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
         print(f"training stopped by {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
     except Exception as error:
-        import ray
-
-        from recipe.partial_rollout.preflight.verl_keys import null_section
-
-        broke = isinstance(error, TypeError | AttributeError) and not ray.is_initialized()
-        if broke and (null := null_section(config, error)):
-            refuse(null)
         if act is check:
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(f"check failed: {one_line(error)} ({where.filename}:{where.lineno})", file=sys.stderr)

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.settings import V1_MODE
 from recipe.partial_rollout.preflight.inputs import check_cluster
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
@@ -29,11 +28,8 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
     """
 
     def __init__(self, config: DictConfig) -> None:
-        directory = main_ppo.check_and_wire(config)
-        # Until this process ends.
-        self._lock = ExitStack()
-        if not config.trainer.get("val_only"):
-            self._lock.enter_context(locked(directory))
         check_cluster(config, ray.cluster_resources())
-        runner = main_ppo.begin(config)
+        # Held until this process ends.
+        self._held = ExitStack()
+        runner = main_ppo.begin(config, self._held)
         super().__init__(config, session=runner.session)

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, task_runner
-from recipe.partial_rollout.preflight.settings_check import check_config
+from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 
@@ -29,7 +29,7 @@ def composed(*overrides):
     with initialize_config_dir(str(main_ppo.CONF_DIR), version_base=None):
         config = compose("quickstart_cpu", overrides=list(overrides))
     OmegaConf.resolve(config)
-    settings = check_config(config)
+    settings = check_settings(config)
     main_ppo.wire(config)
     return config, settings
 

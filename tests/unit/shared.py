@@ -10,6 +10,17 @@ import numpy as np
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import capture, encode
 from recipe.partial_rollout.manager.types import Grant, SampleOutput
+from recipe.partial_rollout.preflight import check_settings
+from recipe.partial_rollout.preflight.inputs import missing_inputs, missing_packages, size_bucket
+
+
+def check_config(config):
+    """Check everything of ``config`` but the rows of its data, without asking for a device or for Ray."""
+    settings = check_settings(config)
+    for error in (*missing_packages(config), *missing_inputs(config)):
+        raise error
+    size_bucket(config)
+    return settings
 
 
 def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen

@@ -10,12 +10,12 @@ import pytest
 from transformers import AutoTokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tasks.trace_task.prepare import write_model
 from recipe.partial_rollout.tools.accept import checks, command
 from recipe.partial_rollout.tools.accept.checks import Check, judge
 from recipe.partial_rollout.tools.accept.command import AS_CHOSEN, FALLBACKS, Plan, diagnose
+from tests.unit.shared import check_config
 
 BUDGETS = [5, 9]
 FREED = "Sleep mode freed 52.1 GiB memory, 3.0 GiB memory is still in use.\n"

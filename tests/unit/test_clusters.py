@@ -17,6 +17,7 @@ from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.partial_rollout import task_runner
 from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.preflight import inputs
 from verl_ext import master_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,7 +224,7 @@ def test_ray_that_does_not_answer_is_refused_by_its_key_within_seconds(
     monkeypatch, tmp_path, ray_address, address, refused
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(task_runner.services, "find_gcs_addresses", set)
+    monkeypatch.setattr(inputs.services, "find_gcs_addresses", set)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         if ray_address is not None:
@@ -231,7 +232,7 @@ def test_ray_that_does_not_answer_is_refused_by_its_key_within_seconds(
         options = {"address": address and address.format(open=port), "_temp_dir": str(tmp_path)}
         config, began = OmegaConf.create({"ray_kwargs": {"ray_init": options}}), time.monotonic()
         with pytest.raises(ConfigError) if refused else contextlib.nullcontext() as caught:
-            task_runner.check_ray_address(config)
+            inputs.check_ray_address(config)
     if refused:
         assert str(caught.value).startswith(f"{refused}HOST:PORT of a Ray") and "\n" not in str(caught.value)
         assert time.monotonic() < began + 10

@@ -19,7 +19,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FilterSettings, PartialRolloutConfig
 from recipe.partial_rollout.manager.policies import common_value
-from recipe.partial_rollout.preflight.settings_check import check_settings
+from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from tests.unit.loop_life import output_of
 from tests.unit.test_turn_alignment import played

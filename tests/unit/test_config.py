@@ -1,21 +1,24 @@
 """A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
 
-import inspect
 import json
-import re
 import shutil
+from inspect import getsource
+from types import UnionType
+from typing import get_args
 
 import pytest
 import ray
+from msgspec import inspect
+from msgspec.inspect import type_info
 from omegaconf import OmegaConf
-from transformers import AttentionInterface
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.config.keys import ConfigError, declarations
+from recipe.partial_rollout.config.keys import ConfigError, allowed, declarations, leaves
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight.inputs import check_critic
+from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.rules import DUAL_CLIPS
-from recipe.partial_rollout.preflight.settings_check import check_config, check_settings
+from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
+from tests.unit.shared import check_config
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
 
@@ -108,29 +111,6 @@ def test_bucket_of_the_weight_sync_holds_the_models_largest_tensor(with_model, s
     assert OmegaConf.select(config, BUCKET) == megabytes
 
 
-def test_bucket_that_is_too_small_is_refused_where_a_tensor_must_fit_it(with_model, monkeypatch):
-    config = with_model(SMOLLM2, f"{BUCKET}=107")
-    with pytest.raises(ConfigError, match=rf"^{re.escape(BUCKET)}=107: at least 108, or null: [^\n]*$"):
-        check_config(config)
-    # With IPC, as on a GPU, verl sends a larger tensor by itself.
-    monkeypatch.setattr("verl.utils.device.is_support_ipc", lambda: True)
-    check_config(config)
-
-
-@pytest.mark.parametrize("tied", ["actor_rollout_ref.model.path", "critic.model.path"])
-def test_critic_of_mbridge_is_refused_beside_tied_embeddings(with_model, task, tied):
-    model = {"model_type": "qwen3", "vocab_size": 10, "tie_word_embeddings": True}
-    other = ({"critic.model.path", "actor_rollout_ref.model.path"} - {tied}).pop()
-    critic = ("engine=megatron", "critic.megatron.vanilla_mbridge=True", "algorithm.adv_estimator=gae")
-    config = with_model(model, *critic)
-    OmegaConf.update(config, tied, config.actor_rollout_ref.model.path)
-    OmegaConf.update(config, other, str(task))
-    with pytest.raises(ConfigError, match=rf"^{re.escape(tied)}=[^\n]*: a model without tied embeddings[^\n]*$"):
-        check_critic(config)
-    for change in ("critic.megatron.vanilla_mbridge=False", "algorithm.adv_estimator=grpo", f"{tied}={task}"):
-        check_critic(OmegaConf.merge(config, OmegaConf.from_dotlist([change])))
-
-
 P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 FILTER, PENALTY = "algorithm.filter_groups", "algorithm=dapo reward.reward_kwargs"
@@ -165,7 +145,6 @@ MISTAKES = {
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
-    "trainer.use_v1=True trainer.v1.trainer_mode=sync": "partial_rollout with trainer.use_v1=True",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 with trainer.use_v1=True: partial_rollout.max_",
     f"{V1} trainer.v1.sampler.max_off_policy_strategy=wait": "drop with trainer.use_v1=True: nothing is dropped",
     f"{V1} trainer.v1.sampler.custom_sampler.path=a.py": "null with trainer.use_v1=True: the recipe's manager",
@@ -196,14 +175,14 @@ MISTAKES = {
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{P}.enable=False {LOSS}=dro": "policy_loss.dro_beta must be",
     f"{P}.correction=none {LOSS}=dro": "policy_loss.dro_beta must be",
-    f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null",
+    f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null for",
     "distillation.enabled=True": "False with partial_rollout.enable=True: its loss",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, sequence, or null for geometric, with",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
     f"{P}.correction=none {CORRECTION}.rollout_is=''": "null with partial_rollout.correction=none",
-    f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "a number above 1 with loss_mode=vanilla",
+    f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
     f"{P}.correction=none {P}.trust_region=mask": "none with partial_rollout.correction=none",
-    f"{LOSS}=dppo_tv {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1 with",
+    f"{LOSS}=dppo_tv {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated with partial_rollout.enable=False",
     f"{P}.enable=False {ROLLOUT}.agent.num_workers=3": "=3: a divisor of 8, the samples of a step, with partial_",
@@ -224,8 +203,6 @@ MISTAKES = {
     f"{FILTERS} reward.reward_model.enable=True {P}.reward_in_worker=False": f"{FILTERS}: False, or reward.reward_model",
     f"{PENALTY}.overlong_buffer_cfg.len=2000": "1 to reward.reward_kwargs.max_resp_len=1536",
     f"{PENALTY}.overlong_buffer_cfg.len=0": "1 to reward.reward_kwargs.max_resp_len=1536",
-    f"{PENALTY}.overlong_buffer_cfg.enable=null": "one of False, True",
-    f"{PENALTY}.overlong_buffer_cfg.log=null": "one of False, True",
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor=null": "penalty_factor=None: at least 0",
     f"{PENALTY}.max_resp_len=null": "max_resp_len=None: tokens: ${data.max_response_length}",
     # a split that cannot work
@@ -255,88 +232,39 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
     assert not ray.is_initialized()
 
 
-BUDGET, MICRO = "max_token_len_per_gpu", "micro_batch_size_per_gpu"
-FIXED = f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_{MICRO}=4 {ROLLOUT}.log_prob_{MICRO}=4"
+BUDGET = "max_token_len_per_gpu"
 GAE = "algorithm.adv_estimator=gae"
 VERLS_MISTAKES = {
     # verl takes a word for true, and text for a number
     f"{ACTOR}.use_kl_loss=off": "true or false",
-    "algorithm.use_kl_in_reward=no": "true or false",
-    "data.shuffle=yes": "true or false",
-    f"{ROLLOUT}.multi_turn.enable=on": "true or false",
-    "data.train_batch_size=abc": "an integer",
-    "data.train_batch_size='8'": "an integer (this is text; of a variable's text, ${oc.decode",
-    f"{ROLLOUT}.n=two": "an integer",
-    # a section for a number, for a flag
-    "data.train_batch_size={a:1}": "an integer",
-    f"{ROLLOUT}.n=[1]": "an integer",
     "trainer.val_before_train={a:1}": "true or false",
-    "trainer.total_training_steps={a:1}": "an integer, or null",
-    f"{ACTOR}.optim.lr=abc": "a number",
-    "trainer.total_training_steps=1.5": "an integer, or null",
     "trainer.save_freq=null": "an integer",
+    f"{ACTOR}.optim.betas=0.9": "a list such as [0.9, 0.999]",
     f"{ACTOR}.optim=abc": f"a section of keys such as {ACTOR}.optim.lr",
+    "trainer.n_gpus_per_node='8'": "an integer of at least 1 (this is text; of a variable's text, ${oc.decode",
     # keys that nothing reads
-    "+trainer.save_frequency=3": "no such key, nothing reads it; did you mean trainer.save_freq?",
-    f"+{ROLLOUT}.swap_space=3": "no such key",
-    "+ray_kwargs.ray_init.num_cpu=4": "no such key, ray.init has none; did you mean ray_kwargs.ray_init.num_cpus?",
-    f"+{ROLLOUT}.engine_kwargs.vllm.max_model_length=9": "vLLM has none; did you mean",
-    f"{ROLLOUT}.load_format=safetensor": "one of auto, bitsandbytes",
-    f"{ROLLOUT}.mode=sync": "async",
+    "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
+    f"+{ROLLOUT}.swap_space=3": "unexpected keyword argument 'swap_space'",
+    f"+{ROLLOUT}.val_kwargs.seed=1": "seed",
     f"{ACTOR}.grad_clip=0.5": f"1.0: verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
-    "custom_reward_function.path=mine.py": "null: verl 0.9.1 reads reward.custom_reward_function.path instead",
-    "reward_model.model.path=rm": "null: verl 0.9.1 reads reward.reward_model.model_path instead",
-    "reward_model.reward_manager=dapo": "null: verl 0.9.1 reads reward.reward_manager.name instead",
-    "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "null: verl 0.9.1 reads reward.reward_kwargs.over",
+    "custom_reward_function.path=mine.py": "null: verl 0.9.1 reads reward.custom_reward_function instead",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "null: verl 0.9.1 reads the keys of reward instead",
+    "+data.sampler.class_path=mine.py": "null: verl 0.9.1 does not read it",
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
-    # what is trained, and how
-    f"{ACTOR}.clip_ratio=-1.0": "clip_ratio=-1.0: at least 0, or null",
-    f"{ACTOR}.clip_ratio_low=-0.2": "clip_ratio_low=-0.2: at least 0, or null",
-    "algorithm.gamma=2.0": "gamma=2.0: 0 to 1",
-    "algorithm.lam=-0.5": "lam=-0.5: 0 to 1",
-    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=0": "lora_alpha=0: above 0, or null with LoRA",
-    "trainer.total_epochs=0": "at least 1",
-    "trainer.total_training_steps=0": "at least 1, or null",
-    "algorithm.adv_estimator=ppo": "one of gae, gdpo",
-    # verl's estimators assert these at the first batch
-    "algorithm.adv_estimator=gdpo": "algorithm.gdpo_reward_keys=None: a list of names",
-    "algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of names",
-    "algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": (
-        "gdpo_reward_weights=[1.0]: null, or a number for each of algorithm.gdpo_reward_keys=acc, form"
-    ),
-    "algorithm.adv_estimator=optimal_token_baseline": f"{ACTOR}.calculate_sum_pi_squared=False: True with this estimator",
-    # a tracker, and the run's records, take text
-    "trainer.experiment_name=7": "text (a number in quotes that reach hydra)",
-    "trainer.experiment_name=null": "text (a number in quotes that reach hydra)",
-    "trainer.default_local_dir=7": "a directory that this user can write",
+    # what would train something else
+    f"{ACTOR}.optim.clip_grad=0.0": "above 0",
     f"{LOSS}=geo_mean": "any other: verl averages it in each micro-batch",
     f"{LOSS}=ppo": "one of bypass_mode, cispo",
-    f"{ACTOR}.loss_agg_mode=mean": "one of seq-mean-token-mean",
-    f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl2": "one of abs, abs+, k1",
-    f"{CORRECTION}.rollout_rs=token_k9": "null, or modes such as token_k1",
-    f"{ROLLOUT}.temperature=0": "above 0",
+    "algorithm.adv_estimator=ppo": "one of gae, gdpo",
+    f"{ACTOR}.checkpoint.save_contents=[optimizer]": "with model",
+    f"{ACTOR}.checkpoint.save_contents=null": "with model",
+    f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
     f"{ROLLOUT}.tensor_model_parallel_size=2": "whole replicas on 1 device(s); one has 2",
-    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0": "at least 1",
-    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.0": "above 0",
-    f"{ACTOR}.fsdp_config.dtype=fp9": "one of 16, 32, bf16, bfloat16",
-    f"+{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp9": "one of 16, 32, bf16, bfloat16",
-    "+actor_rollout_ref.model.override_config.attn_implementation=flash": "one of eager, flash_attention_",
-    f"{ROLLOUT}.quantization=int3": "one of ascend, fp8, torchao, null",
-    "global_profiler.tool=nsight global_profiler.steps=[1]": "one of npu, nsys, precision_debugger, torch",
-    "actor_rollout_ref.model.lora_adapter_path=/nowhere": "a local model directory with adapter_config.json",
-    "actor_rollout_ref.model.hf_config_path=/nowhere": "a local model directory",
-    "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.target_modules=[q_prj]": "all-linear, or some of down_",
-    # a micro-batch must hold the longest sample, and must divide what a device gets
+    # a micro-batch must hold the longest sample
     f"{ACTOR}.ppo_{BUDGET}=1599": "at least 1,600, the tokens of the longest sample",
     f"{ROLLOUT}.log_prob_{BUDGET}=1599": "at least 1,600",
     f"{ACTOR}.use_kl_loss=True {ACTOR}.strategy=fsdp2 actor_rollout_ref.ref.log_prob_{BUDGET}=9": "at least 1,600",
     f"{GAE} critic.forward_{BUDGET}=8 critic.ppo_{BUDGET}=8": "at least 1,600",
-    f"{GAE} critic.ppo_{BUDGET}=2000 critic.forward_{BUDGET}=9": "as critic.ppo_max_token_len_per_gpu=2000",
-    f"{GAE} data.max_response_length=40000 {ACTOR}.ppo_{BUDGET}=50000 {ROLLOUT}.max_model_len=null "
-    f"critic.ppo_{BUDGET}=50000": "critic.ppo_infer_max_token_len_per_gpu=None: at least 40,064",
-    f"{ACTOR}.use_dynamic_bsz=False": f"{ACTOR}.ppo_{MICRO}=None: a divisor of 8",
-    f"{FIXED} {ACTOR}.ppo_{MICRO}=3": "a divisor of 8, a device's samples",
-    f"{FIXED} {ROLLOUT}.log_prob_{MICRO}=5": "a divisor of 8, a device's samples of data.train_batch_size",
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"as {ACTOR}.use_dynamic_bsz=True",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
@@ -345,16 +273,12 @@ VERLS_MISTAKES = {
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
     "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "a function of data_source",
-    "data.custom_cls.name=Own data.custom_cls.path=pkg://math": "a file with the dataset class Own",
     "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
-    f"{ACTOR}.optim.optimizer=Adamm": "a class of torch.optim",
-    "trainer.logger=[console,wandbb]": "a list of wandb, mlflow, swanlab",
-    "trainer.logger=[wandb]": "loggers that are installed; wandb needs `pip install wandb`",
+    "actor_rollout_ref.model.use_liger=True": "another, or the package liger_kernel",
     "trainer.default_local_dir=/proc/run": "a directory that this user can write",
-    "trainer.rollout_data_dir=/proc/run": "a directory that this user can write",
     f"{GAE} critic.model.path=/nowhere": "a local model directory",
 }
-"""found out by verl, if at all, a minute after the start; with and without partial rollout"""
+"""what verl finds out late, or never, with and without partial rollout"""
 
 
 @pytest.mark.parametrize("overrides", VERLS_MISTAKES)
@@ -363,6 +287,31 @@ def test_what_verl_finds_out_late_or_never_is_refused_in_one_line_for_both_arms(
         with pytest.raises(ConfigError) as caught:
             check_config(configure(f"{P}.enable={arm}", *overrides.split()))
         assert VERLS_MISTAKES[overrides] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def beyond(kind):
+    """A value outside ``kind`` on each side that it bounds."""
+    match type_info(kind):
+        case inspect.IntType() | inspect.FloatType() as number:
+            below = number.gt if number.gt is not None else None if number.ge is None else number.ge - 1
+            return [each for each in (below, number.le and number.le * 2, "many") if each is not None]
+        case inspect.LiteralType():
+            return ["other", 7]
+    return [7, None]
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_value_beyond_its_limits_is_refused_with_key_value_and_what_is_allowed(resolved_config, key):
+    config, row = resolved_config("quickstart_cpu"), VALUES[key]
+    assert key in dict(leaves(_declared())), "verl declares no such key"
+    for value in beyond(row.kind):
+        OmegaConf.update(config, key, value, force_add=True)
+        with pytest.raises(ConfigError) as caught:
+            check_verl_keys(config)
+        words = str(caught.value).removeprefix(f"{key}={value}: ")
+        kinds = get_args(row.kind) if isinstance(row.kind, UnionType) else [row.kind]
+        assert words.startswith(", or ".join(allowed(type_info(kind)) for kind in kinds)) and "\n" not in words
+        assert words.endswith(", or null") == (row.null is not None)
 
 
 def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):
@@ -379,9 +328,13 @@ def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):
     check_config(configure(f"{turns}.format=own", f"{turns}.function_tool_path={own}"))
 
 
+FLASH = "actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2"
+
+
 def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypatch):
     monkeypatch.setattr("verl_ext.packed_attention.flash_attn_problem", lambda: None)
     shared = [
+        FLASH,
         "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.ulysses_sequence_parallel_size=2",
         "trainer.n_gpus_per_node=2",
@@ -389,13 +342,13 @@ def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypat
     ]
     check_config(configure(*shared))
     with pytest.raises(ConfigError, match=f"ppo_{BUDGET}=799: at least 800, .* on each of the 2 devices that share it"):
-        check_config(configure(*shared[:3], f"{ACTOR}.ppo_{BUDGET}=799"))
+        check_config(configure(*shared[:4], f"{ACTOR}.ppo_{BUDGET}=799"))
 
 
 def test_batch_divides_by_the_copies_of_the_model_not_by_the_devices_that_share_one(configure, monkeypatch):
     monkeypatch.setattr("verl_ext.packed_attention.flash_attn_problem", lambda: None)
     odd = "data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=2"
-    shared = *odd, "actor_rollout_ref.model.use_remove_padding=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"
+    shared = *odd, FLASH, "actor_rollout_ref.model.use_remove_padding=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"
     check_config(configure(*shared))
     with pytest.raises(ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 device\(s\)"):
         check_config(configure(*odd))
@@ -405,24 +358,15 @@ def test_batch_divides_by_the_copies_of_the_model_not_by_the_devices_that_share_
         )
 
 
-def test_keys_that_verl_or_the_users_own_code_reads_are_allowed(configure, tmp_path):
-    (tmp_path / "own.py").write_text("from verl.utils.dataset.rl_dataset import RLHFDataset as Own\n")
-    own = [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own", "+data.difficulty=3"]
-    others = [
-        "+data.cache_dir=/tmp",
+def test_keys_that_verl_or_the_users_own_code_may_read_are_allowed(configure):
+    undeclared = ["+data.cache_dir=/tmp", "+data.filter_prompts=False", "+data.difficulty=3", "+mine.x=1"]
+    handed_on = [
         "+actor_rollout_ref.model.override_config.x=1",
         f"+{ROLLOUT}.custom.x=1",
-        "+mine.x=1",
-    ]
-    handed_on = [
         "+ray_kwargs.ray_init._temp_dir=/tmp",
-        f"+{ROLLOUT}.engine_kwargs.vllm.num_gpu_blocks_override=9",
         f"+{ROLLOUT}.engine_kwargs.vllm.kv-cache-dtype=auto",
-        f"{ROLLOUT}.load_format=safetensors",
     ]
-    check_config(configure(*own, *others, *handed_on))
-    with pytest.raises(ConfigError, match=r"data\.difficulty=3: no such key, nothing reads it"):
-        check_config(configure("+data.difficulty=3"))
+    check_config(configure(*undeclared, *handed_on))
 
 
 USING = [
@@ -439,19 +383,14 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     assert set(POLICY_LOSS_REGISTRY) == {*USING, "dro", "bypass_mode", "geo_mean"}
-    dual = {name for name, loss in POLICY_LOSS_REGISTRY.items() if "clip_ratio_c" in inspect.getsource(loss)}
+    dual = {name for name, loss in POLICY_LOSS_REGISTRY.items() if "clip_ratio_c" in getsource(loss)}
     assert dual == {*DUAL_CLIPS}
 
 
-def test_what_only_verl_and_transformers_read_is_theirs_to_judge(configure, task):
+def test_what_only_verl_reads_is_theirs_to_judge(configure, task):
     for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", f"{P}.enable=False"):
         check_config(configure(arm, "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
     check_config(configure(f"actor_rollout_ref.model.hf_config_path={task}/config.json"))
-    AttentionInterface.register("mine", lambda *args: None)
-    try:
-        check_config(configure("+actor_rollout_ref.model.override_config.attn_implementation=mine"))
-    finally:
-        del AttentionInterface._global_mapping["mine"]
 
 
 def test_uncorrected_training_is_an_ablation_with_a_warning(configure, capsys):
@@ -476,11 +415,6 @@ def test_flag_is_what_yaml_says_for_whoever_reads_it(configure, word, value):
     config = configure(*[f"partial_rollout.{key}={word}" for key in flags])
     assert check_config(config).enable is value
     assert {key: OmegaConf.select(config.partial_rollout, key) for key in flags} == dict.fromkeys(flags, value)
-
-
-def test_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused(with_model):
-    with pytest.raises(ConfigError, match="its tokenizer has 10 tokens and the model 9 embedding rows; each token"):
-        check_config(with_model({"vocab_size": 9}))
 
 
 def test_second_node_needs_a_ray_cluster(configure, monkeypatch):

@@ -124,7 +124,7 @@ def test_order_that_does_not_load_is_refused_in_one_line(value, message):
 def test_key_that_breaks_on_a_row_is_refused_before_ray(resolved_config, order):
     config = resolved_config("quickstart_cpu", f"{POLICY}={named(order)}")
     with pytest.raises(ConfigError, match=rf"^{POLICY}={named(order)}: its key of "):
-        check_rows(config, [{"index": 0, "extra_info": {}}])
+        check_rows(config, PartialRolloutConfig.from_config(config), [{"index": 0, "extra_info": {}}])
 
 
 def test_example_of_the_page_orders_prompts(manager, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = build(experiment, arm, f"recipe.data={tmp_path}")
-    assert checks.told(checks.check_run(config)) == checks.MISSING
+    assert checks.check_run(config) == checks.MISSING
     lines = capsys.readouterr().out.splitlines()
     missing = [line.removeprefix(MISSING).split("=")[0] for line in lines if line.startswith("FAIL")]
     nodes = ["trainer.nnodes"] if config.trainer.nnodes > 1 else []
@@ -79,7 +79,7 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
 def test_own_job_composes_for_both_platforms(resolved_config, capsys, monkeypatch, tmp_path, platform):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     given = ("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", "data.train_files=mine.parquet", f"platform={platform}")
-    assert checks.told(checks.check_run(resolved_config("own_job", *given))) == checks.MISSING
+    assert checks.check_run(resolved_config("own_job", *given)) == checks.MISSING
     lines = capsys.readouterr().out.splitlines()
     missing = [line.removeprefix(MISSING).split("=")[0] for line in lines if line.startswith("FAIL")]
     assert missing == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files"]
@@ -90,7 +90,7 @@ def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch,
     rollout = "actor_rollout_ref.rollout"
     split = ("trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=12", "trainer.use_v1=True")
     config = build("gsm8k_8gpu_4b", "pr", f"recipe.data={tmp_path}", "partial_rollout.placement=separate", *split)
-    assert checks.told(checks.check_run(config)) == checks.MISSING
+    assert checks.check_run(config) == checks.MISSING
     said = capsys.readouterr().out
     assert "1 x 4 cuda for the trainer, 1 x 12 for 12 engine replicas; weights by nccl" in said
     assert "PR, separate, " in said and ", under verl's v1" in said

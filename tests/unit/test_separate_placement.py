@@ -8,9 +8,8 @@ from verl.trainer.ppo import ray_trainer
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import rules
+from recipe.partial_rollout.preflight import check_settings, rules
 from recipe.partial_rollout.preflight.inputs import check_cluster
-from recipe.partial_rollout.preflight.settings_check import check_settings
 from verl_ext.guard import Pair
 from verl_ext.standalone_engines import StandaloneServerManager, standalone_engines
 

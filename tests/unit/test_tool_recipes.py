@@ -3,19 +3,14 @@
 import asyncio
 import json
 
-import pandas as pd
 import pytest
-from verl.tools.tool_registry import initialize_tools_from_config
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from recipe.partial_rollout import preflight
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import CONF_DIR
-from recipe.partial_rollout.preflight.rows import prompt_lengths
-from recipe.partial_rollout.preflight.settings_check import check_config
 from recipe.partial_rollout.preflight.user_code import find_tools
 from recipe.partial_rollout.tasks.arithmetic import Arithmetic
 from recipe.partial_rollout.tools import verl_trainer
-from recipe.partial_rollout.tools.check.command import check_run
 from tests.unit.shared import byte_tokenizer, converse
 
 AT = "actor_rollout_ref.rollout.multi_turn"
@@ -79,7 +74,7 @@ def test_calculator_computes_arithmetic_and_says_what_it_wants_otherwise(express
     assert response.text == answer
 
 
-@pytest.mark.parametrize("check", [lambda config: list(check_run(config)), check_config, verl_trainer.main.__wrapped__])
+@pytest.mark.parametrize("check", [preflight.checked, verl_trainer.main.__wrapped__])
 def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, tmp_path, monkeypatch, capsys, check):
     monkeypatch.chdir(tmp_path)
     broken = {"class_name": "recipe.partial_rollout.tasks.arithmetic.NoTool", "config": {"type": "native"}}
@@ -87,13 +82,14 @@ def test_tools_that_are_missing_or_do_not_load_end_every_start_in_a_line(build, 
     (tmp_path / "empty.yaml").write_text("tools:\n")
     unloadable = "a file whose tools verl can load"
     files = {"none.yaml": "an existing file", "broken.yaml": unloadable, "empty.yaml": unloadable}
+    monkeypatch.setattr(preflight, "check_device", lambda config: None)
     for given, message in files.items():
         with pytest.raises((ConfigError, SystemExit)) as caught:
             check(build(f"{AT}.tool_config_path={given}"))
         refused = isinstance(caught.value, ConfigError)
-        (line,) = (f"config error: {caught.value}" if refused else capsys.readouterr().err).splitlines()
+        said = f"config error: {caught.value}" if refused else capsys.readouterr().err
         # Paths may have become absolute.
-        assert line.startswith(f"config error: {AT}.tool_config_path=") and f"{given}: {message}" in line
+        assert said.startswith(f"config error: {AT}.tool_config_path=") and f"{given}: {message}" in said
 
 
 def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path, monkeypatch, capsys):
@@ -103,17 +99,3 @@ def test_tools_of_an_installed_package_are_found_from_any_folder(build, tmp_path
     verls = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
     assert config.data.tool_config_path == verls == str(CONF_DIR / "tools" / "arithmetic_tool.yaml")
     assert capsys.readouterr().out == ""
-
-
-def test_prompts_are_measured_with_the_tools_schemas(build, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "data_source": "openai/gsm8k"}
-    pd.DataFrame([row]).to_parquet(tmp_path / "train.parquet")
-    config = build(f"data.train_files={tmp_path}/train.parquet", "data.filter_overlong_prompts=False")
-    lengths = []
-    for path in (None, config.data.tool_config_path):
-        config.data.tool_config_path = path
-        dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
-        lengths.append(prompt_lengths(config, tokenizer, dataset).item())
-    schema = initialize_tools_from_config(config.data.tool_config_path)[0].tool_schema
-    assert lengths[1] - lengths[0] > len(schema.function.description)

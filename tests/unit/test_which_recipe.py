@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout import main_ppo, preflight
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tools.__main__ import main as tools
 from recipe.partial_rollout.tools.check import machine
@@ -134,7 +134,7 @@ def test_training_without_its_device_ends_in_a_line_before_ray(
     monkeypatch, resolved_config, tmp_path, platform, variables, line
 ):
     config = resolved_config("own_job", f"platform={platform}", f"trainer.default_local_dir={tmp_path}")
-    monkeypatch.setattr(main_ppo, "prepare", lambda config: None)
+    monkeypatch.setattr(preflight, "foreign_recipe", lambda: None)
     monkeypatch.setattr(command, "_DEVICES", ())
     for name in ("VERL_PLATFORM", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

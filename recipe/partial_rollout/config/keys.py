@@ -19,6 +19,7 @@ recipe.partial_rollout.config.keys.ConfigError: tea.minutes=-1: a number above 0
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,9 @@ FromOne = Annotated[int, Meta(ge=1)]
 ImportPath = Annotated[str, Meta(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
 """a module and a name in it, joined by a dot"""
 LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
+TEXT = " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
+"""what to do about text that looks like a number"""
+_NUMBER = re.compile(r"[-+\d.]+(e-?\d+)?")
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
 
@@ -169,26 +173,31 @@ def checked(path: str, value: Any, declared: Key) -> Any:
             return msgspec.convert(given, kind)
     number = "seconds" if path.endswith("_s") else "a number"
     words = ", or ".join(allowed(type_info(kind), number) for kind in kinds)
-    raise fail(path, value, words + (", or null" if declared.null else ""))
+    words += ", or null" if declared.null is not None else ""
+    raise fail(path, value, words + (TEXT if isinstance(value, str) and _NUMBER.fullmatch(value) else ""))
 
 
 def allowed(kind: inspect.Type, number: str = "a number") -> str:
     """Describe the values of a ``kind``; ``number`` stands for one that need not be whole."""
     match kind:
-        case inspect.StrType():
-            return "the import path of a function, such as my_package.my_module.my_order"
         case inspect.NoneType():
             return "null"
         case inspect.BoolType():
             return "true or false"
+        case inspect.StrType():
+            return "the import path of a function, such as my_package.my_module.my_order" if kind.pattern else "text"
         case inspect.EnumType():
             return "one of " + ", ".join(map(str, kind.cls))
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(str, kind.values))
+        case inspect.ListType():
+            return "a list of " + allowed(kind.item_type)
         case inspect.TupleType():
             return "[low, high], each " + allowed(kind.item_types[0], number)
         case inspect.IntType() | inspect.FloatType():
             words = number if isinstance(kind, inspect.FloatType) else "an integer"
             for limit, bound in (("above", kind.gt), ("of at least", kind.ge), ("and at most", kind.le)):
-                words += "" if bound in (None, FINITE) else f" {limit} {bound:g}"
+                words += "" if bound in (None, FINITE) else f" {limit} {bound:.10g}"
             return words
     raise TypeError(f"no key has a {kind}")
 

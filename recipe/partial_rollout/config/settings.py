@@ -323,7 +323,7 @@ class PartialRolloutConfig:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
-        """From the whole hydra config, whose keys of verl's are ``preflight.settings_check``'s to check.
+        """From the whole hydra config, whose keys of verl's ``preflight`` checks.
 
         The recipe's flags become bools in ``config``, too: hydra hands words such as ``off`` over as strings.
 

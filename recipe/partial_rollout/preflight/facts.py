@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
 from math import lcm, prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
-from recipe.partial_rollout.config.settings import OVERLONG, Correction, trainer_devices
+from recipe.partial_rollout.config.settings import OVERLONG, trainer_devices
 from recipe.partial_rollout.training.loss import WeightLevel, weight_level
 
 _LOSS, _CORRECTION = "actor.policy_loss.loss_mode", "algorithm.rollout_correction"
@@ -89,15 +86,11 @@ def most_calls(config: DictConfig) -> int:
     return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout)) - CONTROL_METHOD_CONCURRENCY
 
 
-# -- rewards, loggers, engines and estimators ----------------------------------------------------------------------------
-
-
-def may_penalise_length(config: DictConfig) -> bool:
-    return bool(at(config, OVERLONG)) and config.reward.reward_manager.name == "dapo"
+# -- rewards, engines and estimators ----------------------------------------------------------------------------
 
 
 def penalises_length(config: DictConfig) -> bool:
-    return may_penalise_length(config) and at(config, f"{OVERLONG}.enable")
+    return config.reward.reward_manager.name == "dapo" and bool(at(config, f"{OVERLONG}.enable"))
 
 
 def keeps_kv(config: DictConfig) -> bool:
@@ -116,34 +109,6 @@ def scores_early(config: DictConfig) -> bool:
     return not model.enable or model.enable_resource_pool
 
 
-def loggers(given: Any) -> list[str]:
-    """Names in ``trainer.logger``, which may be one."""
-    return list(given) if OmegaConf.is_list(given) or isinstance(given, list) else [given]
-
-
-def load_formats(config: DictConfig) -> Collection[str]:
-    """Those that the installed vLLM knows, with any that a plugin of the user's has registered."""
-    from vllm.model_executor import model_loader
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-
-
-def dtypes(_: DictConfig) -> set[str]:
-    return {str(name) for name in (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST) if not isinstance(name, torch.dtype)}
-
-
-def attentions(_: DictConfig) -> list[str]:
-    """Those that transformers knows, with any that a module of the user's has registered."""
-    return ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-
-
-def is_attention(value: Any, config: DictConfig) -> bool:
-    """Also of a kernel of the hub, OWNER/NAME; one for each part of a model is for transformers to check."""
-    return not isinstance(value, str) or value in attentions(config) or "/" in value
-
-
 def compares_siblings(config: DictConfig) -> bool:
     """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
     estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
@@ -153,20 +118,6 @@ def compares_siblings(config: DictConfig) -> bool:
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
-
-
-def clips_once(config: DictConfig) -> bool:
-    """Whether the dual clip can be left out: the recipe then gives the loss a bound that no ratio reaches."""
-    settings = config.partial_rollout
-    corrected = settings.enable and settings.correction != Correction.NONE
-    return corrected and at(config, _LOSS) == "vanilla"
-
-
-def rejects(rejection: Any, config: DictConfig) -> bool:
-    """Whether verl can reject samples as ``algorithm.rollout_correction`` says; raises what verl raises if it cannot."""
-    zeros = torch.zeros(1, 1)
-    compute_rollout_rejection_mask(zeros, zeros + 1, rejection, at(config, f"{_CORRECTION}.rollout_rs_threshold"))
-    return True
 
 
 def fitting_level(config: DictConfig) -> WeightLevel:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from ray._private import services
+from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices, verls_own
-from recipe.partial_rollout.preflight.facts import at, loggers, trains_adapters
+from recipe.partial_rollout.preflight.facts import at
+from verl_ext.command import no_device
 from verl_ext.guard import UnsupportedVersionError
 from verl_ext.v1 import has_queue
 
@@ -40,9 +43,14 @@ _PROBE_S = 5.0
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each input that is not there."""
-    for key, name in _models(config):
+    models = {
+        MODEL: True,
+        "critic.model.path": need_critic(config),
+        "reward.reward_model.model_path": config.reward.reward_model.enable,
+    }
+    for key in (key for key, loaded in models.items() if loaded):
         try:
-            model_config(str(at(config, key)), key, name)
+            model_config(str(at(config, key)), key)
         except ConfigError as error:
             yield error
     for key, name in data_files(config):
@@ -56,18 +64,6 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
             "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the "
             "others, then RAY_ADDRESS=auto",
         )
-
-
-def _models(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Keys of the models that a run loads, and the file that says what each is."""
-    yield MODEL, "config.json"
-    if need_critic(config):
-        yield "critic.model.path", "config.json"
-    if config.reward.reward_model.enable:
-        yield "reward.reward_model.model_path", "config.json"
-    for name, file in (("hf_config_path", "config.json"), ("lora_adapter_path", "adapter_config.json")):
-        if config.actor_rollout_ref.model.get(name):
-            yield f"actor_rollout_ref.model.{name}", file
 
 
 def data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
@@ -85,21 +81,20 @@ def _how_to_write(config: DictConfig) -> str:
     return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
 
 
-def model_config(path: str, key: str = MODEL, name: str = "config.json") -> dict[str, Any]:
-    """File ``name`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
+def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
+    """``config.json`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
 
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    # Of a config alone verl takes the file, too.
-    local = Path(path) if key.endswith("hf_config_path") and Path(path).is_file() else Path(path) / name
+    local = Path(path) / "config.json"
     words = (
-        f"a local model directory with {name}, or a model of the hub such as Qwen/Qwen3-4B; where the hub cannot be "
+        "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B; where the hub cannot be "
         f"reached, `hf download {path} --local-dir DIR` elsewhere, then MODEL=DIR or this key"
     )
     # The hub's client raises what its transport raises; whatever it is, the model is not here.
     with refusing(key, path, words):
-        return json.loads((local if local.is_file() else _of_hub(path, name)).read_text())
+        return json.loads((local if local.is_file() else _of_hub(path)).read_text())
 
 
 def reach_hub() -> None:
@@ -111,14 +106,14 @@ def reach_hub() -> None:
     get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
 
 
-def _of_hub(path: str, name: str) -> Path:
+def _of_hub(path: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(path, name)
+    cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     reach_hub()
-    return Path(hf_hub_download(path, name))
+    return Path(hf_hub_download(path, "config.json"))
 
 
 def fetch_model(config: DictConfig) -> None:
@@ -128,90 +123,13 @@ def fetch_model(config: DictConfig) -> None:
         ConfigError: the hub does not give them.
     """
     path = str(config.actor_rollout_ref.model.path)
-    with refusing(MODEL, path, "a model whose files the hub gives"):
-        local_model(path, offline=False)
-
-
-def local_model(path: str, *, offline: bool = True) -> Path:
-    """The directory of a model, which is local or was downloaded from the hub; unless ``offline`` it is downloaded now."""
     if (Path(path) / "config.json").is_file():
-        return Path(path)
+        return
     from huggingface_hub import snapshot_download
 
     left_out = ["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]
-    return Path(snapshot_download(path, ignore_patterns=left_out, local_files_only=offline))
-
-
-def check_model(config: DictConfig) -> None:
-    """Check the model against tokenizer, engine, critic and weight sync."""
-    check_vocabulary(config)
-    _check_engine(config)
-    check_critic(config)
-    _check_adapters(config)
-    size_bucket(config)
-
-
-def check_vocabulary(config: DictConfig) -> None:
-    """Refuse a tokenizer with more tokens than the model has embedding rows, and tell of rows beyond its tokens.
-
-    Checkpoints such as Qwen's pad their embeddings. vLLM masks these ids and the trainer does not, so where they are no
-    padding log-probs differ.
-    """
-    model = config.actor_rollout_ref.model
-    path = str(model.path)
-    config_json = model_config(path)
-    rows = (config_json.get("text_config") or config_json).get("vocab_size")
-    name = model.get("tokenizer_path") or path
-    with refusing(MODEL, path, "a model whose tokenizer loads"):
-        tokens = len(AutoTokenizer.from_pretrained(name, trust_remote_code=model.get("trust_remote_code", False)))
-    if rows is None or tokens == rows:
-        return
-    said = f"its tokenizer has {tokens} tokens and the model {rows} embedding rows"
-    if tokens > rows:
-        raise fail(MODEL, path, f"{said}; each token needs one")
-    print(f"{MODEL}={path}: {said}; the engine samples none of the {rows - tokens} beyond")
-
-
-def _check_engine(config: DictConfig) -> None:
-    """Check that the model has positions for the longest sample, and heads that the engine's devices can share."""
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    config_json, parts = model_config(str(model.path)), rollout.tensor_model_parallel_size
-    text = {**(config_json.get("text_config") or config_json), **(model.get("override_config") or {})}
-    most, heads = text.get("max_position_embeddings"), text.get("num_attention_heads")
-    asked = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if most and asked > most:
-        words = f"at most {most} with the prompt: the model's max_position_embeddings"
-        raise fail(f"{_ROLLOUT}.max_model_len or response_length", asked, words)
-    if heads and heads % parts:
-        raise fail(f"{_ROLLOUT}.tensor_model_parallel_size", parts, f"a divisor of the model's {heads} attention heads")
-
-
-def check_critic(config: DictConfig) -> None:
-    """Check for tied embeddings beside a critic of mbridge, which would save the critic's head as its embeddings.
-
-    mbridge loads no critic of such a model, and a bridge to one renames the output layer of every other in the process.
-    """
-    if not at(config, "critic.megatron.vanilla_mbridge") or not need_critic(config):
-        return
-    for key in (MODEL, "critic.model.path"):
-        path = str(at(config, key))
-        if model_config(path).get("tie_word_embeddings"):
-            raise fail(key, path, "a model without tied embeddings, or critic.megatron.vanilla_mbridge=False")
-
-
-def _check_adapters(config: DictConfig) -> None:
-    """Check that LoRA finds modules of the names it is to adapt; Megatron has names of its own."""
-    model = config.actor_rollout_ref.model
-    targets = model.get("target_modules")
-    trains_new = trains_adapters(config) and not model.get("lora_adapter_path")
-    if not trains_new or targets in (None, "all-linear") or config.actor_rollout_ref.actor.strategy == "megatron":
-        return
-    modules = dict(without_weights(config).named_modules())
-    adapters = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
-    if len(modules) > 1 and not any(check_target_module_exists(adapters, name) for name in modules):
-        found = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
-        words = f"all-linear, or some of {', '.join(sorted(found))}, or a pattern of their names"
-        raise fail("actor_rollout_ref.model.target_modules", targets, words)
+    with refusing(MODEL, path, "a model whose files the hub gives"):
+        snapshot_download(path, ignore_patterns=left_out)
 
 
 def weight_bytes(config: DictConfig) -> int:
@@ -223,25 +141,15 @@ def weight_bytes(config: DictConfig) -> int:
 
 
 def size_bucket(config: DictConfig) -> None:
-    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor; check a number that the user gave.
+    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor.
 
     On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
-    each must fit; with IPC verl sends a larger one by itself.
-
-    Raises:
-        ConfigError: the number is too small.
+    each tensor must fit.
     """
-    from verl.utils.device import is_support_ipc
-
-    given = at(config, BUCKET)
-    if given is not None and is_support_ipc():
-        return
-    numbers = max((each.numel() for each in without_weights(config).parameters()), default=0)
-    needed = math.ceil(numbers * weight_bytes(config) / (1 << 20))
-    if given is None:
+    if at(config, BUCKET) is None:
+        numbers = max((each.numel() for each in without_weights(config).parameters()), default=0)
+        needed = math.ceil(numbers * weight_bytes(config) / (1 << 20))
         OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
-    elif given < needed:
-        raise fail(BUCKET, given, f"at least {needed}, or null: the model's largest tensor must fit the bucket here")
 
 
 def without_weights(config: DictConfig) -> torch.nn.Module:
@@ -282,11 +190,6 @@ PACKAGES = (
     ),
 )
 """optional imports, which a run would make once its engines are started"""
-LOGGERS = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")} | {
-    "tracking": "wandb",
-    "vemlp_wandb": "volcengine_ml_platform",
-}
-"""modules that verl's trackers import"""
 
 
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
@@ -302,15 +205,60 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
             has_queue("v1.bound_controller")
         except UnsupportedVersionError as error:
             yield fail("trainer.use_v1", True, f"False, or {error}")
-    given = config.trainer.logger
-    for name in loggers(given):
-        if name in LOGGERS and find_spec(LOGGERS[name]) is None:
-            yield fail(
-                "trainer.logger", given, f"loggers that are installed; {name} needs `pip install {LOGGERS[name]}`"
-            )
 
 
-# -- devices and CPUs of Ray ---------------------------------------------------------------------------------------------
+# -- devices, and Ray ----------------------------------------------------------------------------------------------------
+
+_SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
+"""options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
+_ANSWERS_S = 2.0
+_CLIENT_PORT = 10001
+"""Ray's, for ``ray://HOST``"""
+
+
+def check_device(config: DictConfig) -> None:
+    """Raise ``ConfigError`` where no training on ``trainer.device`` can start from this process."""
+    if problem := no_device(config.trainer.device, at(config, "ray_kwargs.ray_init.address")):
+        raise ConfigError(problem)
+
+
+def sizes_of(options: Mapping[str, Any]) -> list[str]:
+    """Options of ``ray.init`` that size Ray."""
+    return [name for name in _SIZES if options.get(name) is not None]
+
+
+def ray_options(config: DictConfig) -> dict[str, Any]:
+    """``ray_kwargs.ray_init``; its address is ``local`` where it sizes Ray and nobody names a cluster."""
+    options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
+    named = options.get("address") or os.environ.get("RAY_ADDRESS")
+    return {**options, "address": "local"} if sizes_of(options) and named in (None, "", "local") else options
+
+
+def check_ray_address(config: DictConfig) -> None:
+    """Check that the Ray cluster that a run would join takes connections: Ray itself tries for over a minute.
+
+    Raises:
+        ConfigError: it takes none within two seconds, or the address is malformed.
+    """
+    options = ray_options(config)
+    key, address, named = "ray_kwargs.ray_init.address", options.get("address"), os.environ.get("RAY_ADDRESS")
+    if address in (None, "", "auto") and named:
+        key, address = "RAY_ADDRESS", named
+    scheme, is_url, place = str(address or "").rpartition("://")
+    # Ray asks a plugin about other schemes.
+    if ray.is_initialized() or address == "local" or scheme not in ("", "ray"):
+        return
+    words = "HOST:PORT of a Ray cluster that answers, auto for one of this machine, or local for a new one"
+    with refusing(key, address, words, (ValueError, OSError)):
+        if address in (None, "", "auto"):
+            place = services.canonicalize_bootstrap_address(address or None, options.get("_temp_dir"))  # type: ignore[arg-type]
+        if not place:
+            return
+        parts = urlsplit(f"//{place}")
+        port = parts.port or (_CLIENT_PORT if is_url else None)
+        if not (parts.hostname and port):
+            raise ValueError("it lacks a host or a port")
+        socket.create_connection((parts.hostname, port), _ANSWERS_S).close()
 
 
 def cpus_for_ray(config: DictConfig) -> int:

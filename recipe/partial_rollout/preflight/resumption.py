@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,19 @@ from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, T
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import trainer_devices
-from recipe.partial_rollout.preflight.inputs import MODEL, local_model
+from recipe.partial_rollout.preflight.inputs import MODEL
 
 _SEED, _ROWS = "data.seed", "data.train_files"
 _ALIKE = (
     "partial_rollout.enable",
     "data.train_batch_size",
-    "data.gen_batch_size",
     "actor_rollout_ref.rollout.n",
     "data.shuffle",
-    "data.train_max_samples",
-    "data.prompt_key",
-    "data.apply_chat_template_kwargs",
     "data.dataloader_num_workers",
-    "actor_rollout_ref.model.custom_chat_template",
-    "actor_rollout_ref.model.lora_rank",
-    "actor_rollout_ref.model.lora_alpha",
-    "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.actor.strategy",
 )
-_SAVED, _LOAD = (f"actor_rollout_ref.actor.checkpoint.{way}_contents" for way in ("save", "load"))
 _TRAINERS = "trainer.nnodes * trainer.n_gpus_per_node"
-_LOADED = MODEL, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.strategy", _TRAINERS
+_LOADED = MODEL, "actor_rollout_ref.actor.strategy", _TRAINERS
 """what a validation alone (``trainer.val_only``) needs to be the same"""
 _GROWING = {
     "partial_rollout.max_staleness": "groups in flight could not be trained in time",
@@ -52,10 +43,6 @@ _GROWING = {
 }
 """PR: keys that may grow (a flag: be switched on), and why they may not shrink"""
 _WHY = _GROWING | {_TRAINERS: "its shards belong to that many trainers"}
-_HASHED_BYTES = 1 << 20
-"""at the beginning and at the end of a file of weights"""
-_WORDS = "*token*", "vocab.*", "merges.txt", "*.model", "*.jinja"
-"""files of a tokenizer and of its chat template"""
 
 
 def check_checkpoints(config: DictConfig) -> RunCheckpoints:
@@ -78,10 +65,9 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
         _check_critic(found, config)
     _settle_seed(config, saved)
     made_of = _made_of(config)
-    _check_parts(config, saved, found)
     for key in _LOADED if config.trainer.get("val_only") else made_of:
         _compare(key, made_of[key], saved, found)
-    checkpoints.made_of = made_of | {_SAVED: [*OmegaConf.select(config, _SAVED)]}
+    checkpoints.made_of = made_of
     return checkpoints
 
 
@@ -120,10 +106,8 @@ def _made_of(config: DictConfig) -> dict[str, Any]:
         facts |= {key: False if bound is None else bound for key, bound in bounds.items()}
     # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.
     facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
-    model = config.actor_rollout_ref.model
-    directory = local_model(str(model.path))
-    tokenizer = Path(model.get("tokenizer_path") or directory)
-    return facts | {MODEL: model_identity(directory, tokenizer if tokenizer.is_dir() else local_model(str(tokenizer)))}
+    # The name alone: a model may be moved, or be of the hub on one machine and a copy on another.
+    return facts | {MODEL: Path(str(config.actor_rollout_ref.model.path)).name}
 
 
 def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
@@ -139,45 +123,10 @@ def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
         print(f"data.seed={data.seed} is drawn: another run takes the same rows with it")
 
 
-def _check_parts(config: DictConfig, saved: Mapping[str, Any], checkpoint: Path | None) -> None:
-    parts, asked = saved.get(_SAVED), OmegaConf.select(config, _LOAD)
-    # Weights are in every checkpoint, and those in Hugging Face's format are never loaded; null asks for all.
-    needed = {"optimizer", "extra"} if asked is None else {"optimizer", "extra"} & {*asked}
-    if parts is not None and not needed <= {*parts}:
-        raise fail(_LOAD, asked, f"{parts}, as in {checkpoint}, which holds no other")
-
-
 def _check_critic(checkpoint: Path, config: DictConfig) -> None:
     if need_critic(config) and not (checkpoint / "critic").is_dir():
         estimator = config.algorithm.adv_estimator
         raise fail("algorithm.adv_estimator", estimator, f"one without a critic, as in {checkpoint}, which holds none")
-
-
-# -- identities --------------------------------------------------------------------------------------------------------
-
-
-def model_identity(directory: Path, tokenizer: Path) -> str:
-    """A hash of a model's configuration, of its tokenizer and of the ends of its files of weights, wherever they lie."""
-    # Where there are both, as in old models of the hub, the safetensors are loaded.
-    weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-    config = json.loads((directory / "config.json").read_bytes())
-    # Whoever saves a model writes these; they say where it was, not what it is.
-    for key in ("_name_or_path", "transformers_version"):
-        config.pop(key, None)
-    words = sorted({path for part in _WORDS for path in tokenizer.glob(part)})
-    parts = {
-        "config": [json.dumps(config, sort_keys=True).encode()],
-        "tokenizer": (path.read_bytes() for path in words),
-        "weights": (part for path in weights for part in _ends(path)),
-    }
-    return ", ".join(f"{name} {_digest(chunks)}" for name, chunks in parts.items())
-
-
-def _ends(path: Path) -> Iterable[bytes]:
-    with path.open("rb") as file:
-        yield file.read(_HASHED_BYTES)
-        file.seek(max(0, path.stat().st_size - _HASHED_BYTES))
-        yield file.read(_HASHED_BYTES)
 
 
 def rows_identity(dataset: Sequence[Any]) -> str:
@@ -190,12 +139,7 @@ def rows_identity(dataset: Sequence[Any]) -> str:
         return f"{len(dataset)} rows"
     # As values: Arrow's bytes differ with a file's row groups and its writer's types.
     tables = frame.with_format("arrow").iter(1000)
-    rows = (json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode() for table in tables)
-    return f"{len(dataset)} rows, hash {_digest(rows)}"
-
-
-def _digest(chunks: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+    for table in tables:
+        digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode())
+    return f"{len(dataset)} rows, hash {digest.hexdigest()}"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_reference_policy
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.preflight import facts
 from recipe.partial_rollout.preflight.facts import at, full
@@ -29,18 +28,13 @@ class When(NamedTuple):
     words: str = ""
     """what the message says of it"""
 
-    def also(self, other: When) -> When:
-        return When(lambda config: self.applies(config) and other.applies(config), other.words)
-
-    def but(self, other: When, words: str = "") -> When:
-        return When(lambda config: self.applies(config) and not other.applies(config), self.words + words)
-
 
 ALWAYS = When(lambda config: True)
 
 
-def on(key: str, value: Any = True) -> When:
-    return When(lambda config: at(config, key) == value, f"with {full(key)}={value}")
+def on(key: str, value: Any = True, also: When = ALWAYS) -> When:
+    """Where ``key`` has ``value``, and ``also`` applies."""
+    return When(lambda config: at(config, key) == value and also.applies(config), f"with {full(key)}={value}")
 
 
 class Rule(NamedTuple):
@@ -65,9 +59,7 @@ class Rule(NamedTuple):
         try:
             return self.holds(value, config)
         except (AttributeError, TypeError, ValueError):
-            # The value is of another kind than the rule reads; of a section that is null there is none.
-            if at(config, self.key.rpartition(".")[0]) is None:
-                raise
+            # The value is of another kind than the rule reads.
             return False
 
 
@@ -81,11 +73,9 @@ def where(when: When, *rules: Rule) -> list[Rule]:
     return [rule._replace(when=when) for rule in rules]
 
 
-def check_rules(rules: Iterable[Rule], config: DictConfig) -> None:
-    """Raise ``ConfigError`` for the first of ``rules`` that is broken."""
-    for rule in rules:
-        if error := rule.refusal(config):
-            raise error
+def broken(rules: Iterable[Rule], config: DictConfig) -> Iterator[ConfigError]:
+    """Yield an error for each of ``rules`` that ``config`` breaks."""
+    return filter(None, (rule.refusal(config) for rule in rules))
 
 
 # -- rules of a kind ---------------------------------------------------------------------------------------------------
@@ -103,10 +93,8 @@ def other_than(key: str, refused: Any, why: str = "") -> Rule:
 
 def one_of(key: str, names: Collection[Any], why: str = "") -> Rule:
     def words(_: DictConfig) -> str:
-        # A registry of verl's may have grown meanwhile.
-        return "one of " + ", ".join(
-            [*sorted(str(name) for name in names if name is not None), *["null"] * (None in names)]
-        )
+        # Composed late, because a registry of verl's may grow after the import.
+        return "one of " + ", ".join(sorted("null" if name is None else str(name) for name in names))
 
     return Rule(key, lambda value, _: value in names, words, why)
 
@@ -135,7 +123,7 @@ def divisible(key: str, times: str, by: Callable[[DictConfig], int], what: str, 
     )
 
 
-def budget(key: str, engine: str, when: When = ALWAYS, default: int = 0) -> Rule:
+def budget(key: str, engine: str, when: When = ALWAYS) -> Rule:
     """Tokens of a micro-batch, which cannot split a sample."""
 
     def words(config: DictConfig) -> str:
@@ -144,35 +132,17 @@ def budget(key: str, engine: str, when: When = ALWAYS, default: int = 0) -> Rule
         sample = "the tokens of the longest sample (rollout.prompt_length + rollout.response_length)"
         return f"at least {-(-tokens // sharing):,}, {sample}{shared}"
 
-    return Rule(key, lambda v, c: (v or default) * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
-
-
-def micro_batch(key: str, batch: str, engine: str, when: When) -> Rule:
-    """Samples of a micro-batch, of which a device gets a whole number."""
-
-    def of_device(config: DictConfig) -> int:
-        return at(config, batch) * at(config, "rollout.n") // facts.copies(config, engine)
-
-    def words(config: DictConfig) -> str:
-        return f"a divisor of {of_device(config)}, a device's samples of {batch},"
-
-    return Rule(key, lambda v, c: v and v > 0 and of_device(c) % v == 0, words, when=when)
-
-
-def directory(key: str) -> Rule:
-    return Rule(key, lambda v, _: v and isinstance(v, str) and writable(v), "a directory that this user can write")
+    return Rule(key, lambda v, c: v * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
 
 
 def passes() -> Iterator[Rule]:
-    """Update, log-probs and reference: by tokens, or by samples."""
-    for node, name, flag, batch, engine, when in (
-        ("actor", "ppo", "use_dynamic_bsz", "actor.ppo_mini_batch_size", "actor", ALWAYS),
-        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "actor", ALWAYS),
-        ("ref", "log_prob", "log_prob_use_dynamic_bsz", _BATCH, "ref", When(need_reference_policy)),
+    """Update, log-probs and reference, where their micro-batches are made by tokens."""
+    for node, name, flag, engine, when in (
+        ("actor", "ppo", "use_dynamic_bsz", "actor", ALWAYS),
+        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", "actor", ALWAYS),
+        ("ref", "log_prob", "log_prob_use_dynamic_bsz", "ref", When(need_reference_policy)),
     ):
-        by_tokens, by_samples = (when.also(on(f"{node}.{flag}", value)) for value in (True, False))
-        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, by_tokens)
-        yield micro_batch(f"{node}.{name}_micro_batch_size_per_gpu", batch, engine, by_samples)
+        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, on(f"{node}.{flag}", True, when))
 
 
 def divided(engine: str) -> Iterator[Rule]:

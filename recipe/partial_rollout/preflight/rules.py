@@ -1,24 +1,25 @@
-"""What verl's trainer and partial rollout need of the configuration: a rule a row.
+"""Relations between keys, and what partial rollout needs of verl's: a rule a row. They do not depend on their order.
 
-verl finds out about these in a worker, a minute after the start, or not at all. Its rollout correction is off by default,
-and several settings make it ignore the correction without a warning: nothing trains uncorrected without being told. Rules
-do not depend on their order: the first that is broken is told.
+verl's own keys are verl's to check, unless a wrong value would silently train something else, or everybody meets it in the
+first hour. verl's rollout correction is off by default, and several settings make verl ignore it without a warning: rules
+here refuse them.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.tracking import Tracking
-from verl.workers.config import CriticConfig
 
+from recipe.partial_rollout.checkpoint.run_checkpoints import writable
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
-    V1_MODE,
     Correction,
     Placement,
     ResumeKV,
@@ -31,8 +32,8 @@ from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.rule import (
     Rule,
     When,
+    broken,
     budget,
-    directory,
     divided,
     divisible,
     least,
@@ -54,45 +55,28 @@ _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 _ROUTES = "routes are not kept over interruptions"
-_KL = [name + end for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")]
-_PROJECT = r"[\w+.-]{1,100}"
-_DTYPE_KEYS = ("model_dtype", "dtype", *(f"mixed_precision.{part}_dtype" for part in ("param", "reduce", "buffer")))
-_ATTENTION = "override_config.attn_implementation"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
-_MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
 _PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
 _SEPARATE = on("partial_rollout.placement", Placement.SEPARATE)
-_COLOCATED = _PR.but(_SEPARATE)
+_COLOCATED = on("partial_rollout.placement", Placement.COLOCATED, _PR)._replace(words=_PR.words)
 _V1 = on("trainer.use_v1")
-_UNCORRECTED = _PR.also(on("partial_rollout.correction", Correction.NONE))
+_UNCORRECTED = on("partial_rollout.correction", Correction.NONE, _PR)
+_CORRECTED = When(lambda c: _PR.applies(c) and not _UNCORRECTED.applies(c))
 _CRITIC = When(need_critic)
-_CPU = on("trainer.device", "cpu")
+_FILTERED = When(lambda c: at(c, f"{_FILTER}.enable"))
+_FSDP = When(lambda c: at(c, "actor.strategy") != "megatron")
 
 
 _TRAINING = (
-    Rule(
-        "trainer.v1.trainer_mode",
-        lambda v, c: not c.trainer.use_v1 or v == V1_MODE,
-        f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh",
-    ),
     one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
-    *(least(key, 1) for key in ("trainer.total_epochs", _BATCH, "rollout.n", _GPUS, "trainer.nnodes")),
-    *(least(f"rollout.{part}_length", 1) for part in ("prompt", "response")),
-    *(least(f"rollout.{way}_parallel_size", 1) for way in ("tensor_model", "data", "pipeline_model")),
-    *(or_null(least(key, 1)) for key in ("trainer.total_training_steps", "data.val_batch_size")),
-    or_null(least("data.dataloader_num_workers", 0)),
-    *(
-        or_null(Rule(key, lambda v, _: 0 <= v < 2**32, "at least 0, below 2**32, as numpy takes it"))
-        for key in ("data.seed", "rollout.seed")
-    ),
-    *(
-        Rule(key, lambda v, _: v and not isinstance(v, int), "a parquet file, or a list of them")
-        for key in ("data.train_files", "data.val_files")
-    ),
+    # how a batch is divided
     divisible(_BATCH, "rollout.n", facts.parts, "device(s)"),
     or_null(same("data.gen_batch_size", _BATCH)),
+    *divided("actor"),
+    same("rollout.log_prob_use_dynamic_bsz", "actor.use_dynamic_bsz", "verl's worker asserts it"),
+    *passes(),
+    *where(_CRITIC, *divided("critic"), budget("critic.ppo_max_token_len_per_gpu", "critic")),
     Rule(
         "rollout.response_length",
         lambda _, c: (most := at(c, "rollout.max_model_len")) is None or facts.longest(c) <= most,
@@ -103,41 +87,8 @@ _TRAINING = (
         lambda v, c: v >= at(c, "data.max_prompt_length"),
         "at least data.max_prompt_length={data.max_prompt_length}: longer prompts would be cut",
     ),
-    # how a batch is divided
-    *divided("actor"),
-    same("rollout.log_prob_use_dynamic_bsz", "actor.use_dynamic_bsz", "verl's worker asserts it"),
-    *passes(),
-    *where(
-        _CRITIC,
-        *divided("critic"),
-        # Values are always computed by tokens.
-        budget("critic.ppo_max_token_len_per_gpu", "critic"),
-        budget(
-            "critic.ppo_infer_max_token_len_per_gpu", "critic", default=CriticConfig.ppo_infer_max_token_len_per_gpu
-        ),
-        Rule(
-            "critic.ppo_micro_batch_size_per_gpu",
-            lambda v, c: c.critic.use_dynamic_bsz or (v and v > 0),
-            "at least 1, or critic.use_dynamic_bsz=True",
-        ),
-        same(
-            "critic.forward_max_token_len_per_gpu",
-            "critic.ppo_max_token_len_per_gpu",
-            "verl reads critic.ppo_infer_max_token_len_per_gpu instead",
-        ),
-    ),
-    # what a run writes
-    Rule(
-        "trainer.project_name",
-        lambda v, c: "swanlab" not in facts.loggers(c.trainer.logger) or re.fullmatch(_PROJECT, str(v), re.ASCII),
-        "up to 100 letters, digits and _ + - ., as swanlab takes it",
-    ),
-    Rule(
-        "trainer.logger",
-        lambda v, _: v is not None and {*facts.loggers(v)} <= {*Tracking.supported_backend, "tracking"},
-        "a list of " + ", ".join(Tracking.supported_backend),
-    ),
-    one_of("trainer.resume_mode", ("auto", "disable", "resume_path")),
+    # what a run writes, and resumes from
+    Rule("trainer.default_local_dir", lambda v, _: writable(v), "a directory that this user can write"),
     *where(
         on("trainer.resume_mode", "resume_path"),
         Rule(
@@ -146,7 +97,6 @@ _TRAINING = (
             "an existing .../global_step_K",
         ),
     ),
-    one_of("global_profiler.tool", ("nsys", "npu", "torch", "torch_memory", "precision_debugger", None)),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
     only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
     *(only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed once whole") for who in ("actor", "critic")),
@@ -155,19 +105,13 @@ _TRAINING = (
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
         "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
     ),
-    directory("trainer.default_local_dir"),
-    *(or_null(directory(f"trainer.{key}_data_dir")) for key in ("rollout", "validation")),
-    *(
-        Rule(f"trainer.{key}", lambda v, _: v and isinstance(v, str), "text (a number in quotes that reach hydra)")
-        for key in ("project_name", "experiment_name")
-    ),
 )
 _LEARNING = (
     # dynamic sampling
     *where(_NO_PR, only(f"{_FILTER}.enable", False, "verl's v0 trainer ignores it")),
     *where(on("rollout.n", 1), only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
     *where(
-        When(lambda c: at(c, f"{_FILTER}.enable")),
+        _FILTERED,
         Rule(
             f"{_FILTER}.enable",
             lambda _, c: facts.scores_early(c),
@@ -195,20 +139,12 @@ _LEARNING = (
     *where(on("algorithm.adv_estimator", "gae"), other_than("critic.enable", False, "it takes a critic's values")),
     *where(
         on("algorithm.adv_estimator", "gdpo"),
-        Rule(
-            "algorithm.gdpo_reward_keys",
-            lambda v, _: v and OmegaConf.is_list(v),
-            "a list of names that the reward function says numbers by",
-        ),
+        # verl ignores weights beyond the number of keys.
         Rule(
             "algorithm.gdpo_reward_weights",
-            lambda v, c: v is None or (OmegaConf.is_list(v) and len(v) == len(at(c, "algorithm.gdpo_reward_keys"))),
+            lambda v, c: v is None or len(v) == len(at(c, "algorithm.gdpo_reward_keys")),
             "null, or a number for each of algorithm.gdpo_reward_keys={algorithm.gdpo_reward_keys}",
         ),
-    ),
-    *where(
-        When(lambda c: str(at(c, "algorithm.adv_estimator")).endswith("optimal_token_baseline"), "with this estimator"),
-        only("actor.calculate_sum_pi_squared", True, "it reads what the pass over the batch then gives"),
     ),
     Rule(
         "rollout.n",
@@ -224,57 +160,16 @@ _LEARNING = (
     ),
     Rule(
         "actor.clip_ratio_c",
-        lambda v, c: v > 1 if v is not None else facts.clips_once(c),
-        lambda c: (
-            "a number above 1"
-            + (", or null for no dual clip" if facts.clips_once(c) else f" with loss_mode={at(c, _LOSS)}")
-        ),
+        lambda v, c: v > 1 if v is not None else _CORRECTED.applies(c) and at(c, _LOSS) == "vanilla",
+        "a number above 1, or null for no dual clip with partial_rollout.correction and loss_mode=vanilla",
         when=When(lambda c: at(c, _LOSS) in DUAL_CLIPS),
     ),
-    *where(on("actor.use_kl_loss"), one_of("actor.kl_loss_type", _KL)),
-    *where(
-        on("algorithm.use_kl_in_reward"),
-        one_of("algorithm.kl_penalty", _KL),
-        one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive")),
-    ),
-    *where(
-        on("algorithm.use_kl_in_reward").also(on("algorithm.kl_ctrl.type", "adaptive")),
-        least("algorithm.kl_ctrl.horizon", 1),
-        Rule("algorithm.kl_ctrl.target_kl", lambda v, _: v > 0, "above 0"),
-    ),
-    one_of("actor.loss_agg_mode", _MEANS),
-    Rule(
-        f"{_CORRECTION}.rollout_rs",
-        lambda v, c: v is None or facts.rejects(v, c),
-        "null, or modes such as token_k1 or seq_mean_k3 with a rollout_rs_threshold that fits them",
-    ),
-    least("actor.ppo_epochs", 1),
-    least("actor.optim.lr", 0),
-    *(or_null(least(f"actor.clip_ratio{end}", 0)) for end in ("", "_low", "_high")),
-    *(Rule(f"algorithm.{key}", lambda v, _: 0 <= v <= 1, "0 to 1") for key in ("gamma", "lam")),
-    *where(
-        When(facts.trains_adapters, "with LoRA"),
-        *(or_null(Rule(f"model.{key}", lambda v, _: v > 0, "above 0")) for key in ("lora_alpha", "lora.alpha")),
-    ),
-    one_of("actor.strategy", ("fsdp", "fsdp2", "megatron"), "engine=fsdp2, engine=megatron"),
-    one_of("trainer.device", ("cpu", "cuda", "npu")),
-    *where(
-        When(lambda c: at(c, "actor.strategy") != "megatron"),
-        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
-        one_of("actor.optim.lr_scheduler_type", ("constant", "cosine")),
-        *(
-            or_null(Rule(f"actor.fsdp_config.{key}", lambda v, c: str(v) in facts.dtypes(c), "one of {dtypes}"))
-            for key in _DTYPE_KEYS
-        ),
-        *(Rule(f"{who}.{_ATTENTION}", facts.is_attention, "one of {attentions}") for who in ("model", "critic.model")),
-    ),
+    *where(_FSDP, Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm")),
     # rewards
     *where(on("reward.reward_model.enable"), only("partial_rollout.reward_in_worker", False)),
-    *where(When(facts.may_penalise_length), one_of(f"{OVERLONG}.enable", (True, False))),
     *where(
         When(facts.penalises_length),
         least(f"{OVERLONG}.penalty_factor", 0),
-        one_of(f"{OVERLONG}.log", (True, False)),
         Rule(_LONGEST_RESPONSE, lambda v, _: isinstance(v, int) and v >= 1, "tokens: ${data.max_response_length}"),
         Rule(
             f"{OVERLONG}.len",
@@ -284,25 +179,12 @@ _LEARNING = (
     ),
 )
 _ENGINES = (
-    only("rollout.mode", "async", "verl has no other"),
     Rule(
         "rollout.tensor_model_parallel_size",
         lambda _, c: trainer_devices(c) % facts.replica_devices(c) == 0,
         "whole replicas on {trainer_devices} device(s); one has {replica_devices}",
         when=When(lambda c: not engine_devices(c)),
     ),
-    Rule("rollout.temperature", lambda v, _: v > 0, "above 0: log-probs are taken at it"),
-    least("rollout.val_kwargs.temperature", 0),
-    *(
-        Rule(f"{node}.top_k", lambda v, _: v == -1 or v >= 1, "-1 for all tokens, or at least 1")
-        for node in ("rollout", "rollout.val_kwargs")
-    ),
-    *(
-        Rule(f"rollout.{key}", lambda v, _: 0 < v <= 1, "above 0, at most 1")
-        for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")
-    ),
-    *(least(f"rollout.{key}", 1) for key in ("val_kwargs.n", "max_num_seqs", "max_num_batched_tokens")),
-    *(least(key, 1) for key in ("rollout.agent.num_workers", "reward.num_workers")),
     Rule(
         "rollout.agent.num_workers",
         lambda v, c: facts.dealt_out(c) % v == 0,
@@ -310,24 +192,13 @@ _ENGINES = (
         "verl's manager gives each worker as many",
         when=_NO_PR,
     ),
-    one_of("rollout.scheduling_policy", ("fcfs", "priority")),
-    one_of("rollout.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
-    *where(
-        on("rollout.name", "vllm"),
-        one_of("rollout.quantization", ("fp8", "torchao", "ascend", None)),
-        Rule(
-            "rollout.load_format",
-            lambda v, c: v == "dummy" or v.lower() in facts.load_formats(c),
-            "one of {load_formats}",
-        ),
-    ),
     Rule(
         f"{_DRAFTS}.method",
         lambda v, _: installed_pair().vllm != _DRAFTS_KILL or not re.match("eagle|.*mtp", str(v)),
         f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
     ),
-    *where(_CPU, only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
-    # the recipe has parts of its own there
+    *where(on("trainer.device", "cpu"), only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
+    # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
         lambda v, _: v is None or v.startswith("recipe.partial_rollout."),
@@ -337,7 +208,7 @@ _ENGINES = (
 )
 _PARTIAL_ROLLOUT = (
     *where(
-        _NO_PR.also(_V1),
+        on("trainer.use_v1", True, _NO_PR),
         only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
         only("distillation.enabled", False, "rows under v1 have nothing of a teacher"),
         other_than("algorithm.adv_estimator", "remax", "verl's v1 makes no greedy baseline"),
@@ -393,7 +264,7 @@ _PARTIAL_ROLLOUT = (
         one_of(f"{_CORRECTION}.rollout_is", (None,)),
     ),
     *where(
-        _PR.but(_UNCORRECTED)._replace(words=""),
+        _CORRECTED,
         Rule(
             f"{_CORRECTION}.rollout_is",
             lambda v, c: v is None or v in facts.levels(c),
@@ -437,9 +308,12 @@ _PARTIAL_ROLLOUT = (
         ),
     ),
     # Its steps would begin a version without an update of anything, and so without an end of their batch.
-    *where(_SEPARATE.but(_CRITIC, " and no critic"), only("trainer.critic_warmup", 0)),
     *where(
-        _SEPARATE.also(on(_BACKEND, "shm")),
+        When(lambda c: _SEPARATE.applies(c) and not need_critic(c), f"{_SEPARATE.words} and no critic"),
+        only("trainer.critic_warmup", 0),
+    ),
+    *where(
+        on(_BACKEND, "shm", _SEPARATE),
         *(
             only(key, 1, "other nodes do not see its file; nccl crosses nodes")
             for key in ("trainer.nnodes", "rollout.nnodes")
@@ -447,3 +321,38 @@ _PARTIAL_ROLLOUT = (
     ),
 )
 RULES = (*_TRAINING, *_LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
+WARNINGS = (
+    only(
+        "data.filter_overlong_prompts",
+        True,
+        "verl cuts prompts of more than data.max_prompt_length tokens from the left, in the middle of a run",
+    ),
+    *where(
+        _PR,
+        other_than(
+            "partial_rollout.correction",
+            Correction.NONE,
+            "samples that span policy versions train without behaviour weights",
+        ),
+    ),
+    *where(
+        _SEPARATE,
+        least(
+            "partial_rollout.overlap",
+            1,
+            "fewer than N groups are in flight while the trainer holds N, so it waits for them",
+        ),
+    ),
+    *where(
+        When(lambda c: _PR.applies(c) and c.trainer.save_freq <= 0, "with trainer.save_freq=-1"),
+        only("partial_rollout.drain", True, "no checkpoint keeps what is in flight at the end"),
+    ),
+)
+"""rules of runs that start all the same"""
+
+
+def check_rules(config: DictConfig) -> Iterator[ConfigError]:
+    """Yield an error for each rule that ``config`` breaks; print warnings."""
+    for warning in broken(WARNINGS, config):
+        print(f"warning: {warning}", file=sys.stderr)
+    return broken(RULES, config)

@@ -24,15 +24,12 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import import_external_libs, resolve_config_path
-from verl.workers.config.optimizer import build_optimizer
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import CONF_DIR, Correction, PartialRolloutConfig
-from recipe.partial_rollout.manager.scheduling import order_of
+from recipe.partial_rollout.config.settings import CONF_DIR, Correction
 from recipe.partial_rollout.preflight.facts import at, full
-from recipe.partial_rollout.preflight.rule import check_rules, one_of
+from recipe.partial_rollout.preflight.rule import broken, one_of
 from recipe.partial_rollout.training.loss import config_of
 from recipe.partial_rollout.waits import one_line
 
@@ -104,29 +101,17 @@ def _tool_file(key: str, given: str) -> str:
 
 
 def check_code(config: DictConfig) -> None:
-    """Load what ``config`` names: policy loss, reward, dataset, agent loops, optimizer, order of samples.
+    """Load what ``config`` names: policy loss, reward, agent loops.
 
     Raises:
         ConfigError: for the first that does not load, or lacks what verl calls.
     """
     _check_loss(config)
     _check_reward(config)
-    order_of(PartialRolloutConfig.from_config(config).scheduling, config.data.train_batch_size)
-    if at(config, "data.custom_cls.path"):
-        words = f"a file with the dataset class {config.data.custom_cls.name} (data.custom_cls.name)"
-        _load(config, "data.custom_cls.path", words, lambda: get_dataset_class(config.data))
     # A loop's file and a tool's, which are loaded by now, may register others.
     loops = one_of("rollout.agent.default_agent_loop", agent_loops(config))
-    check_rules((loops, one_of("rollout.multi_turn.format", ToolParser._registry)), config)
-    for node in ("actor", *(["critic"] if need_critic(config) else [])):
-        optim = at(config, f"{node}.optim")
-        if implementation := optim.get("optimizer_impl"):
-            words = f"a class of {implementation} (optimizer_impl) that takes what {full(node)}.optim says"
-            _load(config, f"{node}.optim.optimizer", words, lambda o=optim: _optimizer_of(o))
-
-
-def _optimizer_of(optim: DictConfig) -> Any:
-    return build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
+    for error in broken((loops, one_of("rollout.multi_turn.format", ToolParser._registry)), config):
+        raise error
 
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
@@ -176,7 +161,8 @@ def _check_reward(config: DictConfig) -> None:
         _load(config, f"{_REWARD}.name", words, lambda: inspect.signature(function).bind(**call))
     manager = config.reward.reward_manager
     if manager.source == "register":
-        check_rules([one_of(f"{_MANAGER}.name", REWARD_MANAGER)], config)
+        for error in broken([one_of(f"{_MANAGER}.name", REWARD_MANAGER)], config):
+            raise error
         return
     words = f"a file with the class {manager.name} ({_MANAGER}.name)"
     kind = _load(config, f"{_MANAGER}.module.path", words, lambda: resolve_reward_manager_cls(config))

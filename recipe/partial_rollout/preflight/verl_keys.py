@@ -1,83 +1,153 @@
-"""The keys of a command line and of its config: each is read by something, each value is of the type that verl declares.
+"""Check verl's keys: no key is misspelt or of an older verl, and each value has the type that verl declares.
 
-verl does not check this. A word such as ``off`` is a string for it, and so true; text for a number fails in a worker; a
-misspelt key of a config file, or one of an older verl, changes nothing. Types come from the dataclasses that verl makes
-of its config, and else from the defaults in its files.
+verl does not check this. It takes a word such as ``off`` for true; text for a number fails in a worker; a misspelt key of a
+config file changes nothing. Types come from the dataclasses that verl makes of its config, or else from the defaults in its
+files.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import ray
 import verl
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.partial_rollout.config.keys import LISTED, ConfigError, declarations, fail, leaves, no_such
+from recipe.partial_rollout.config.keys import (
+    FINITE,
+    LISTED,
+    ConfigError,
+    FromOne,
+    Key,
+    Positive,
+    Whole,
+    checked,
+    declarations,
+    fail,
+    leaves,
+    no_such,
+)
 from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
-from recipe.partial_rollout.waits import one_line
+from recipe.partial_rollout.preflight.facts import full
 
 _VERSION = version("verl")
-_VERL, _RECIPE = Path(verl.__file__).parent, Path(__file__).resolve().parents[1]
 _TARGET = "_target_"
 _OPEN = {
     "reward.custom_reward_function",
     "reward.reward_kwargs",
     "distillation.teacher_models",
     "actor_rollout_ref.rollout.custom",
+    "actor_rollout_ref.rollout.engine_kwargs",
+    "ray_kwargs.ray_init",
 }
-"""nodes that take any key: what they hold is handed to code of the user's"""
-_TYPES: dict[str, Any] = {
-    "actor_rollout_ref.actor.clip_ratio_c": float | None,
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": int | None,
-    "data.gen_batch_size": int | None,
-    "data.seed": int | None,
-    "data.val_batch_size": int | None,
-    "trainer.max_actor_ckpt_to_keep": int | None,
-    "trainer.max_critic_ckpt_to_keep": int | None,
-    "trainer.total_training_steps": int | None,
+"""nodes that take any key: code of the user's, the engine or Ray reads what they hold"""
+_Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Unit = Annotated[float, Meta(ge=0, le=1)]
+_NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
+_Kl = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+_Mean = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+_VALUES: dict[str, Any] = {
+    "trainer.project_name": str,
+    "trainer.experiment_name": str,
+    "trainer.default_local_dir": str,
+    "trainer.logger": str | list[str],
+    "trainer.device": Literal["cpu", "cuda", "npu"],
+    "trainer.nnodes": FromOne,
+    "trainer.n_gpus_per_node": FromOne,
+    "trainer.total_epochs": FromOne,
+    "trainer.resume_mode": Literal["auto", "disable", "resume_path"],
+    "data.train_files": str | list[str],
+    "data.val_files": str | list[str],
+    "data.train_batch_size": FromOne,
+    "data.max_prompt_length": FromOne,
+    "data.max_response_length": FromOne,
+    "algorithm.gamma": _Unit,
+    "algorithm.lam": _Unit,
+    "algorithm.kl_penalty": _Kl,
+    "algorithm.kl_ctrl.type": Literal["fixed", "adaptive"],
+    "algorithm.kl_ctrl.horizon": FromOne,
+    "algorithm.kl_ctrl.target_kl": Positive,
+    "reward.num_workers": FromOne,
+    "actor.strategy": Literal["fsdp", "fsdp2", "megatron"],
+    "actor.ppo_epochs": FromOne,
+    "actor.loss_agg_mode": _Mean,
+    "actor.kl_loss_type": _Kl,
+    "actor.optim.lr": _NotNegative,
+    "actor.optim.lr_scheduler_type": Literal["constant", "cosine"],
+    "rollout.mode": Literal["async"],
+    "rollout.n": FromOne,
+    "rollout.prompt_length": FromOne,
+    "rollout.response_length": FromOne,
+    "rollout.temperature": Positive,
+    "rollout.top_p": _Share,
+    "rollout.top_k": Annotated[int, Meta(ge=-1)],
+    "rollout.val_kwargs.n": FromOne,
+    "rollout.val_kwargs.temperature": _NotNegative,
+    "rollout.val_kwargs.top_p": _Share,
+    "rollout.val_kwargs.top_k": Annotated[int, Meta(ge=-1)],
+    "rollout.agent.num_workers": FromOne,
+    "rollout.tensor_model_parallel_size": FromOne,
+    "rollout.data_parallel_size": FromOne,
+    "rollout.pipeline_model_parallel_size": FromOne,
+    "rollout.max_num_seqs": FromOne,
+    "rollout.max_num_batched_tokens": FromOne,
+    "rollout.gpu_memory_utilization": _Share,
+    "rollout.scheduling_policy": Literal["fcfs", "priority"],
 }
-"""of keys that may be null, which verl's annotation does not say, or that are in no dataclass"""
-_UNREAD = {
+_OR_NULL: dict[str, Any] = {
+    "trainer.total_training_steps": FromOne,
+    "trainer.max_actor_ckpt_to_keep": int,
+    "trainer.max_critic_ckpt_to_keep": int,
+    "data.gen_batch_size": FromOne,
+    "data.val_batch_size": FromOne,
+    "data.dataloader_num_workers": Whole,
+    "data.seed": _Seed,
+    "actor.clip_ratio": _NotNegative,
+    "actor.clip_ratio_low": _NotNegative,
+    "actor.clip_ratio_high": _NotNegative,
+    "actor.clip_ratio_c": float,
+    # Adapters of scale 0 would train nothing.
+    "model.lora_alpha": FromOne,
+    "model.lora.alpha": FromOne,
+    "rollout.seed": _Seed,
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": FromOne,
+}
+VALUES = {
+    full(key): Key(default=None, words="", kind=kind, null="" if key in _OR_NULL else None)
+    for key, kind in (_VALUES | _OR_NULL).items()
+}
+"""values of verl's keys that would silently train something else, or that everybody meets in the first hour"""
+_MOVED = {
     "custom_reward_function": "reward.custom_reward_function",
     "sandbox_fusion": "reward.sandbox_fusion",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model": "reward.reward_model",
+    "reward_model": "the keys of reward",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
-    "actor_rollout_ref.actor.freeze_vision_tower": None,
-    "actor_rollout_ref.nccl_timeout": None,
-    "actor_rollout_ref.rollout.over_sample_rate": None,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": None,
-    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": None,
-    "data.reward_fn_key": None,
-    "data.return_raw_input_ids": None,
     "data.sampler": None,
 }
-"""keys that verl 0.9.1 declares and does not read, and what it reads instead; of several that fit the first counts"""
+"""keys that verl declares and no longer reads, and what it reads instead"""
+_ALIKE = 0.77
+"""similarity from which an unknown key is a misspelt one. ``save_frequency`` is (``save_freq``); ``data.filter_prompts``,
+which verl reads without declaring it, is not"""
 
 
 def check_verl_keys(config: DictConfig) -> None:
-    """Refuse values of another type than verl's, and keys that nothing reads.
+    """Refuse values of another type than verl's, and keys that are misspelt or moved.
 
     Args:
         config: resolved.
@@ -91,27 +161,14 @@ def check_verl_keys(config: DictConfig) -> None:
     found = list(_mistakes(sections, _declared(), free=("data.",) if own_rows else ()))
     # Many keys copy others. The one that the user has set is to be named.
     copies = {path for path, value in leaves(_declared(resolve=False)) if "${" in str(value)}
-    for path, value, allowed in sorted(found, key=lambda each: each[0] in copies):
-        raise fail(path, value, allowed)
-
-
-def null_section(config: DictConfig, error: Exception) -> ConfigError | None:
-    """The first section that is null where verl has keys, if any: what a check that raised ``error`` was given.
-
-    verl reads some as null, so it is no mistake in itself, and ``error`` is told too.
-    """
-    given: Any = OmegaConf.to_container(config)
-    declared = OmegaConf.create(_declared())
-    for path, value in leaves(given):
-        if value is None and (default := OmegaConf.select(declared, path)) and OmegaConf.is_dict(default):
-            return fail(path, None, f"{_section(path, default)} ({one_line(error)})")
-    return None
+    for _, error in sorted(found, key=lambda each: each[0] in copies):
+        raise error
 
 
 @cache
 def _declared(*, resolve: bool = True) -> dict[str, Any]:
     """verl's own defaults for FSDP, and Megatron's keys besides. Sections that others copy from come first."""
-    folder = _VERL / "trainer" / "config"
+    folder = Path(verl.__file__).parent / "trainer" / "config"
     files = [OmegaConf.load(folder / f"_generated_ppo_{engine}trainer.yaml") for engine in ("megatron_", "")]
     merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*files), resolve=resolve)
     return {name: merged[name] for name in dict.fromkeys(("data", "trainer", *merged))}
@@ -119,106 +176,73 @@ def _declared(*, resolve: bool = True) -> dict[str, Any]:
 
 def _mistakes(
     node: Mapping[Any, Any], known: Any, path: str = "", *, free: tuple[str, ...] = (), kind: Any = None
-) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and what is allowed, for each mistake in ``node``.
+) -> Iterator[tuple[str, ConfigError]]:
+    """Yield key and error of each mistake in ``node``.
 
     Args:
         known: verl's defaults of the node.
         path: of the node, with a dot at its end.
-        free: what keys begin with that verl need not know.
-        kind: its type, as annotated in the dataclass around it.
+        free: beginnings of keys that the user's own code may read.
+        kind: type of the node, as annotated in the dataclass around it.
     """
     known = known if isinstance(known, Mapping) else {}
     hints = _hints(node.get(_TARGET) or kind)
+    names = {*known, *hints}
     for name, value in node.items():
         at = f"{path}{name}"
         default = known.get(name)
         if at in _OPEN or name == _TARGET:
             continue
-        if any(f"{at}.".startswith(f"{key}.") for key in _UNREAD):
-            yield from _unread(leaves({at: value}), dict(leaves({at: default})))
+        if at in _MOVED:
+            yield from _moved(at, value, default)
             continue
-        if at in _HANDED_ON and isinstance(value, Mapping):
-            yield from _unknown(value, at)
-            continue
-        if not (
-            at.startswith(free) or name in known or name in hints or not known | hints or _is_read(path, str(name))
-        ):
-            yield at, value, no_such(str(name), [*known, *hints], path, ", nothing reads it")
-        if isinstance(default, Mapping) and not isinstance(value, Mapping | None):
-            yield at, value, _section(at, default)
-        elif isinstance(default, list) and not isinstance(value, list | None) and at != "trainer.logger":
-            yield at, value, f"a list such as [{', '.join(map(str, default))}]"
-        elif allowed := _refusal(value, _TYPES.get(at, hints.get(name)), default):
-            yield at, value, allowed
+        if name not in names and not at.startswith(free) and (near := get_close_matches(str(name), names, 1, _ALIKE)):
+            yield at, fail(at, value, f"no such key; did you mean {path}{near[0]}?")
+        if at in VALUES:
+            try:
+                checked(at, value, VALUES[at])
+            except ConfigError as error:
+                yield at, error
+        elif words := _refusal(at, value, hints.get(name), default):
+            yield at, fail(at, value, words)
         elif isinstance(value, Mapping):
             yield from _mistakes(value, default, f"{at}.", free=free, kind=hints.get(name))
 
 
-def _unread(given: Iterable[tuple[str, Any]], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Those of ``given``, keys of ``_UNREAD``, that are other than verl's ``defaults``."""
-    for path, value in given:
-        default = defaults.get(path)
-        if value not in (default, None, {}):
-            old, new = next(pair for pair in _UNREAD.items() if f"{path}.".startswith(f"{pair[0]}."))
-            reads = f"reads {new}{path.removeprefix(old)} instead" if new else "does not read it"
-            yield path, value, f"{'null' if default is None else default}: verl {_VERSION} {reads}"
-
-
-def _of_ray() -> set[str]:
-    """Options of the installed ``ray.init``, some of which it hides in its keyword arguments."""
-    hidden = re.findall(r'kwargs\.pop\(\s*"(\w+)"', inspect.getsource(ray.init))
-    return {*inspect.signature(ray.init).parameters, *hidden} - {"kwargs"}
-
-
-def _of_vllm() -> set[str]:
-    """Options of the installed ``vllm serve``, to which verl hands them."""
-    from vllm.entrypoints.openai.cli_args import create_parser_for_docs
-
-    return {option.dest for option in create_parser_for_docs()._actions}
-
-
-_HANDED_ON = {
-    "ray_kwargs.ray_init": ("ray.init", _of_ray),
-    "actor_rollout_ref.rollout.engine_kwargs.vllm": ("vLLM", _of_vllm),
-}
-"""nodes that are handed to a library, and what names its keys"""
-
-
-def _unknown(node: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any, str]]:
-    """Keys of ``node``, at a path of ``_HANDED_ON``, that its library does not have."""
-    if not node or str(node.get("address")).startswith("ray://"):
-        # Ray's client takes any.
-        return
-    taker, names_of = _HANDED_ON[path]
-    names = names_of()
-    for name, value in node.items():
-        # vLLM takes a key for an option of its command line.
-        if str(name).replace("-", "_").partition(".")[0] not in names:
-            yield f"{path}.{name}", value, no_such(str(name), names, f"{path}.", f", {taker} has none")
+def _moved(path: str, value: Any, default: Any) -> Iterator[tuple[str, ConfigError]]:
+    """Yield a mistake for each key under ``path``, one of ``_MOVED``, whose value differs from verl's default."""
+    defaults, reads = dict(leaves({path: default})), _MOVED[path]
+    for key, given in leaves({path: value}):
+        if given not in (default := defaults.get(key), None, {}):
+            instead = f"reads {reads} instead" if reads else "does not read it"
+            allowed = "null" if default is None else default
+            yield key, fail(key, given, f"{allowed}: verl {_VERSION} {instead}")
 
 
 def _section(path: str, default: Mapping[str, Any]) -> str:
     return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
 
 
-def _refusal(value: Any, hint: Any, default: Any) -> str | None:
-    """What is allowed, if ``value`` is not; only flags and numbers are checked.
+def _refusal(path: str, value: Any, hint: Any, default: Any) -> str | None:
+    """Say what is allowed, if ``value`` is not; sections, lists, flags and numbers are checked.
 
     Args:
-        hint: as annotated in verl's dataclass, or in ``_TYPES``; None: there is none.
+        hint: as annotated in verl's dataclass; None: there is none.
         default: in verl's files; it says the type where there is no hint.
     """
+    if isinstance(default, Mapping):
+        return None if isinstance(value, Mapping | None) else _section(path, default)
+    if isinstance(default, list):
+        return None if isinstance(value, list | None) else f"a list such as [{', '.join(map(str, default))}]"
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint or type(default)}
     nullable = NoneType in kinds or default is None
     kinds -= {NoneType}
     if not kinds or not kinds <= {bool, int, float} or (value is None and nullable):
         return None
-    good = type(value) in kinds or (float in kinds and type(value) is int)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return None
     words = "true or false" if kinds == {bool} else "a number" if float in kinds else "an integer"
-    if isinstance(value, str) and re.fullmatch(r"[-+\d.]+(e-?\d+)?", value):
-        words += " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
-    return None if good else words + (", or null" if nullable else "")
+    return words + (", or null" if nullable else "")
 
 
 @cache
@@ -228,15 +252,6 @@ def _hints(kind: Any) -> dict[str, Any]:
         module, _, name = kind.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
     return next((get_type_hints(each) for each in (kind, *get_args(kind)) if is_dataclass(each)), {})
-
-
-@cache
-def _is_read(path: str, name: str) -> bool:
-    """Whether code of verl or of the recipe takes key ``name`` from a config, or from the node at ``path``."""
-    node = rf"(?:config|cfg|{re.escape(path.split('.')[-2])})\w*"
-    quoted = rf"[\"']{re.escape(name)}[\"']"
-    taken = re.compile(rf"{node}(?:\.get\(\s*|\[){quoted}|{node}\.{re.escape(name)}\b|getattr\({node}, {quoted}")
-    return any(taken.search(file.read_text()) for root in (_VERL, _RECIPE) for file in root.rglob("*.py"))
 
 
 # -- what hydra and OmegaConf say ----------------------------------------------------------------------------------------
@@ -271,8 +286,8 @@ def _of_missing(error: MissingConfigException) -> ConfigError:
         path.stem for path in CONF_DIR.glob("*.yaml") if "- ppo_trainer" in path.read_text()
     )
     near = get_close_matches(choice, options, 1)
-    allowed = f"did you mean {near[0]}? " if near else ""
-    return fail(group or "--config-name", choice, f"{allowed}one of {', '.join(options)}")
+    meant = f"did you mean {near[0]}? " if near else ""
+    return fail(group or "--config-name", choice, f"{meant}one of {', '.join(options)}")
 
 
 def expand_homes(config: DictConfig) -> None:
@@ -280,16 +295,16 @@ def expand_homes(config: DictConfig) -> None:
     written: Any = OmegaConf.to_container(config)
     for path, value in leaves(written):
         parts = value if isinstance(value, list) else [value]
-        full = [os.path.expanduser(each) if str(each).startswith("~/") else each for each in parts]
-        if full != parts:
-            OmegaConf.update(config, path, full if isinstance(value, list) else full[0])
+        written_out = [os.path.expanduser(each) if str(each).startswith("~/") else each for each in parts]
+        if written_out != parts:
+            OmegaConf.update(config, path, written_out if isinstance(value, list) else written_out[0])
 
 
 def resolved(config: DictConfig) -> DictConfig:
-    """A copy of ``config`` without interpolations.
+    """Return a copy of ``config`` without interpolations.
 
     Raises:
-        ConfigError: one of them has no value, such as that of a variable that is not set.
+        ConfigError: an interpolation has no value, such as that of a variable that is not set.
     """
     if not OmegaConf.is_dict(config._get_node(ROOT)):
         raise fail(ROOT, config[ROOT], f"a section of keys such as {ROOT}.enable")
@@ -297,15 +312,11 @@ def resolved(config: DictConfig) -> DictConfig:
     try:
         OmegaConf.resolve(copy)
     except OmegaConfBaseException as error:
-        said = str(error).splitlines()[0]
-        key, value = _unresolved(config, said)
-        raise fail(key, value, said) from error
+        words = str(error).splitlines()[0]
+        names = re.findall(r"['`]([\w.]+)['`]", words)
+        written: Any = OmegaConf.to_container(config)
+        texts = [(path, str(value)) for path, value in leaves(written) if "${" in str(value)]
+        # Others may copy the key that has the interpolation.
+        key, value = max(texts, key=lambda each: any(name in each[1] for name in names))
+        raise fail(key, value, words) from error
     return copy
-
-
-def _unresolved(config: DictConfig, said: str) -> tuple[str, Any]:
-    """The key, as it is written, that made OmegaConf say ``said``; others may copy it."""
-    names = re.findall(r"['`]([\w.]+)['`]", said)
-    written: Any = OmegaConf.to_container(config)
-    texts = [(path, str(value)) for path, value in leaves(written) if "${" in str(value)]
-    return max(texts, key=lambda each: any(name in each[1] for name in names))

@@ -4,25 +4,18 @@ import hydra
 from omegaconf import DictConfig
 from verl.trainer import main_ppo as verls
 
+from recipe.partial_rollout import preflight
 from recipe.partial_rollout.config.settings import CONF_DIR
-from recipe.partial_rollout.main_ppo import end_in_one_line, in_one_line, prepare
-from recipe.partial_rollout.preflight.inputs import missing_inputs, missing_packages, size_bucket
-from recipe.partial_rollout.preflight.user_code import find_tools
+from recipe.partial_rollout.main_ppo import end_in_one_line, in_one_line
 
 
 def run(config: DictConfig) -> None:
-    """verl's entry point, with attention, tools and bucket as the recipe has them.
+    """verl's entry point, with the recipe's checks before.
 
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    prepare(config)
-    for error in missing_packages(config):
-        raise error
-    find_tools(config)
-    for error in missing_inputs(config):
-        raise error
-    size_bucket(config)
+    preflight.checked(config)
     # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
     config.partial_rollout.enable = False
     # verl's own decorator would compose its default config.

@@ -1,6 +1,6 @@
-"""Can a run start? This machine; or, with a run's overrides, its settings and inputs, its plan, and what it lacks here.
+"""Check whether a run can start: this machine; or, with a run's overrides, all that the run checks before Ray starts.
 
-All that needs no GPU and no Ray. Exit code: 0, 2 if the settings do not hold, 3 if a line says FAIL.
+Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine lack something.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout import preflight
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     Mode,
     PartialRolloutConfig,
@@ -21,32 +21,17 @@ from recipe.partial_rollout.config.settings import (
     verls_own,
 )
 from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.facts import replica_devices
-from recipe.partial_rollout.preflight.inputs import (
-    check_model,
-    cpus_for_ray,
-    missing_inputs,
-    missing_packages,
-)
-from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import (
-    check_files,
-    check_lengths,
-    check_prompts,
-    check_rows,
-    check_steps,
-    dataset_of,
-    prompt_lengths,
-)
-from recipe.partial_rollout.preflight.settings_check import check_settings
-from recipe.partial_rollout.preflight.user_code import find_tools
+from recipe.partial_rollout.preflight.inputs import cpus_for_ray
+from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.tools.check import machine
-from recipe.partial_rollout.tools.check.machine import Finding, missing
+from recipe.partial_rollout.tools.check.machine import Finding
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, checkpoint_gib, in_words
 from recipe.partial_rollout.tools.command_line import Parser, typed
 
-MISSING = 3
-"""exit code of a check whose settings hold, and that lacks data, model, packages or machine"""
+WRONG, MISSING = 2, 3
+"""exit codes of a check: a setting does not hold; all hold, and data, model, packages or the machine lack something"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         "Say whether a run can start, and what it lacks.",
         ["", "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr"],
         "Without arguments: this machine, in half a minute, with one request to the model hub unless HF_HUB_OFFLINE is "
-        "set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit code: 0, 2 if the "
-        "settings do not hold, 3 if a line says FAIL.",
+        "set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit code: 0, 2 if a "
+        "setting does not hold, 3 if only data, model, packages or the machine lack something.",
     )
     parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")
@@ -75,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def told(findings: Iterable[Finding]) -> int:
-    """Print them; the exit code."""
+    """Print the findings; return the exit code."""
     stopped = False
     for finding in findings:
         print(finding, flush=True)
@@ -83,65 +68,38 @@ def told(findings: Iterable[Finding]) -> int:
     return MISSING if stopped else 0
 
 
-def check_run(config: DictConfig) -> Iterator[Finding]:
-    """The plan of a run, then what it lacks.
-
-    Args:
-        config: resolved; an arm of verl's v1 trainer is checked as noPR, whose settings it shares.
+def check_run(config: DictConfig) -> int:
+    """Print what a start would refuse, then the plan of the run; return the exit code.
 
     Raises:
-        ConfigError: the settings do not hold, or an input that is there does not fit them.
+        ConfigError: the keys cannot be read.
     """
-    settings = check_settings(_as_no_pr(config) if verls_own(config) else config)
-    # Its paths are relative where a copy was checked.
-    find_tools(config)
-    lacking = list(map(missing, missing_inputs(config)))
-    prompts = None if lacking else _check_contents(config)
+    refused: set[Kind] = set()
+
+    def refuse(kind: Kind, error: ConfigError) -> None:
+        refused.add(kind)
+        print(Finding(kind, str(error), stops=True), flush=True)
+
+    checked = preflight.checked(config, refuse)
     size = ModelSize.of(config)
-    lacking += map(missing, missing_packages(config))
-    lacking += machine.lacks(config, size)
     memory = DeviceMemory.of(config, size)
-    if memory:
-        memory.check(config)
-    yield from plan(config, settings, size, memory, prompts)
-    yield from lacking
+    try:
+        if memory:
+            memory.check(config)
+    except ConfigError as error:
+        refuse("setting", error)
+    code = told((*plan(config, checked, size, memory), *machine.lacks(config, size)))
+    return WRONG if "setting" in refused else MISSING if refused else code
 
 
-def _as_no_pr(config: DictConfig) -> DictConfig:
-    copy: Any = OmegaConf.create(OmegaConf.to_container(config))
-    copy.trainer.use_v1 = copy.partial_rollout.enable = False
-    # The v1 trainer has no parts of the recipe's that these would replace.
-    copy.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
-    copy.actor_rollout_ref.rollout.checkpoint_manager_class = copy.trainer.checkpoint_callback_class = None
-    # Its manager deals out prompts, in any number.
-    copy.actor_rollout_ref.rollout.agent.num_workers = 1
-    return copy
-
-
-def _check_contents(config: DictConfig) -> str:
-    """Check tokenizer, weight sync, prompts and columns; what the plan says of the prompts."""
-    from verl.utils.tokenizer import hf_tokenizer
-
-    data, model = config.data, config.actor_rollout_ref.model
-    check_files(config)
-    check_model(config)
-    checkpoints = None if verls_own(config) else check_checkpoints(config)
-    tokenizer = hf_tokenizer(model.get("tokenizer_path") or model.path, trust_remote_code=model.trust_remote_code)
-    tokenizer.chat_template = model.get("custom_chat_template") or tokenizer.chat_template
-    dataset = dataset_of(config, "train", tokenizer, filter_overlong_prompts=False)
-    lengths = prompt_lengths(config, tokenizer, dataset)
-    check_rows(config, dataset)
-    if not data.filter_overlong_prompts:
-        check_lengths(config, lengths)
-        if checkpoints is not None:
-            check_made_of_rows(config, checkpoints, dataset)
-    over = int((lengths > data.max_prompt_length).sum())
-    held_out = dataset_of(config, "val", tokenizer)
-    check_prompts(config, tokenizer, held_out, "data.val_files")
-    check_steps(config, len(lengths) - over, len(held_out))
+def _prompts(config: DictConfig, checked: Checked) -> str:
+    """Describe the prompts of the training, with those that verl leaves out."""
+    assert checked.datasets is not None
+    count, data = len(checked.datasets[0]), config.data
+    everything = dataset_of(config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=False)
     return (
-        f"{len(lengths):,}, median {np.median(lengths):.0f} tokens, longest {lengths.max()}; {over:,} longer than "
-        f"{data.max_prompt_length:,} are left out; {(len(lengths) - over) // data.train_batch_size:,} steps an epoch"
+        f"{count:,}; {len(everything) - count:,} of more than {data.max_prompt_length:,} tokens are left out; "
+        f"{count // data.train_batch_size:,} steps an epoch"
     )
 
 
@@ -149,14 +107,10 @@ def _check_contents(config: DictConfig) -> str:
 
 
 def plan(
-    config: DictConfig,
-    settings: PartialRolloutConfig,
-    model: ModelSize | None,
-    memory: DeviceMemory | None,
-    prompts: str | None,
+    config: DictConfig, checked: Checked, model: ModelSize | None, memory: DeviceMemory | None
 ) -> Iterator[Finding]:
-    """What the run will be; what is None is not known, and left out."""
-    trainer, data = config.trainer, config.data
+    """Describe the run that the config makes; what is not known is left out."""
+    trainer, data, settings = config.trainer, config.data, checked.settings
     yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
     size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
     yield Finding("model", f"{config.actor_rollout_ref.model.path}: {size}")
@@ -164,8 +118,8 @@ def plan(
     yield Finding("devices", f"{_devices(config, replicas)}; {cpus_for_ray(config)} CPUs for Ray")
     sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
     yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
-    if prompts:
-        yield Finding("prompts", prompts)
+    if checked.datasets:
+        yield Finding("prompts", _prompts(config, checked))
     samples = _in_flight(config, settings)
     yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
