@@ -9,9 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.loop_life import config_of
-from tests.unit.shared import Keeper, live_sample
-
 SEATS, QUEUED, RESPONSE = 4, 100, 100
 STEP_S = 0.01
 """Added to an engine's step: the test's own loop, which shares the machine with it, never comes too late to interrupt."""
@@ -69,59 +66,6 @@ async def resume_to_the_end(server):
     return [(made, list(output.token_ids)) for made, output in zip(cut, ended, strict=True)]
 
 
-class Actor:
-    """A server of this process, called like an actor's handle."""
-
-    def __init__(self, server):
-        self.server = server
-
-    def __getattr__(self, verb):
-        call = getattr(self.server, verb)
-        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(call(*args, **kwargs)))
-
-
-async def leave_calls(engine, server):
-    """A sample's engine calls: one of those that run and one of those that wait are given up, then the sample ends.
-
-    What (running, waiting) requests the engine's scheduler has each time, and tokens that were made for the sample.
-    """
-    from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
-
-    client = PartialRolloutLLMClient(config_of())
-    client.replicas = ReplicaChoice({"here": Actor(server)})
-    sample = live_sample(Keeper())
-    ask, counts = SampleClient(client, sample, sample.clock).generate, []
-    sampling = {"temperature": 1.0, "ignore_eos": True, "logprobs": True, "max_tokens": RESPONSE}
-    stats, record = [], engine.logger_manager.record
-
-    def watch(scheduler_stats, *others, **named):
-        stats[:] = [scheduler_stats] if scheduler_stats else stats
-        record(scheduler_stats, *others, **named)
-
-    async def scheduled(*expected):
-        async with asyncio.timeout(10):
-            while [(each.num_running_reqs, each.num_waiting_reqs) for each in stats] != [expected]:
-                await asyncio.sleep(0.002)
-        counts.append(expected)
-
-    engine.logger_manager.record = watch
-    calls = [
-        asyncio.ensure_future(ask("r", prompt_ids=[*PROMPT, i], sampling_params=dict(sampling)))
-        for i in range(2 * SEATS)
-    ]
-
-    await scheduled(SEATS, SEATS)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(calls[0], 0.01)
-    calls[-1].cancel()
-    await scheduled(SEATS, SEATS - 2)
-    await sample.end()
-    await scheduled(0, 0)
-    del engine.logger_manager.record
-    assert all(call.done() for call in calls)
-    return counts, sample.decoded
-
-
 @pytest.fixture(scope="module")
 def interruptions(on_engine, tmp_path_factory):
     """Of verl's own server, of ours, and of ours again right after it resumed; then a request refused, and one parked."""
@@ -148,8 +92,6 @@ def interruptions(on_engine, tmp_path_factory):
         taken.parked_until_resumed = not parked.done()
         await ours.resume_generation()
         taken.parked = [await asyncio.wait_for(parked, 60)]
-        await engine.collective_rpc("slow_steps", args=(5 * STEP_S,))
-        taken.left_behind = await leave_calls(engine, ours)
         taken.left = len(engine.output_processor.request_states), verls._admitting, ours._admitting
         return taken
 
@@ -211,11 +153,6 @@ def test_request_that_comes_to_a_closed_gate_is_refused_or_parked(interruptions)
     assert interruptions.parked_until_resumed
     (parked,) = interruptions.parked
     assert parked.stop_reason == "completed" and len(parked.token_ids) == RESPONSE
-
-
-def test_call_that_nobody_awaits_leaves_the_scheduler_and_so_does_what_a_sample_leaves_behind(interruptions):
-    counts, tokens = interruptions.left_behind
-    assert counts == [(SEATS, SEATS), (SEATS, SEATS - 2), (0, 0)] and 0 < tokens < SEATS * RESPONSE
 
 
 def test_nothing_is_left_in_the_engine(interruptions):

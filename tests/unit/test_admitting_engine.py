@@ -174,25 +174,3 @@ async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pa
     engine.takes.set()
     await asyncio.wait_for(asyncio.gather(interrupting, running), 5)
     assert told == ["paused"] and texts == [None, "last"]
-
-
-@pytest.mark.parametrize("when", ["on its way to the server", "on its way to the engine", "in the engine"])
-async def test_request_that_is_withdrawn_is_aborted_wherever_it_is_and_others_are_not(when):
-    engine = Engine("last")
-    front = AdmittingEngine(engine)
-    front.requests["r"] = Asked()
-    if when == "on its way to the server":
-        await front.withdraw("r")
-    engine.takes.clear()
-    reading = asyncio.ensure_future(read(front.generate(prompt="p", sampling_params=PARAMS, request_id="r")))
-    await asyncio.sleep(0)
-    if when == "on its way to the engine":
-        await front.withdraw("r")
-    assert engine.aborted == []
-    engine.takes.set()
-    assert await reading == [None, "last"], "it ends with what it has"
-    if when == "in the engine":
-        await front.withdraw("r")
-    assert engine.aborted == [("r", False) if when == "in the engine" else ("r-internal", True)]
-    assert await read(front.generate(prompt="p", sampling_params=PARAMS, request_id="s")) == [None, "last"]
-    assert len(engine.aborted) == 1

@@ -64,10 +64,6 @@ ProcessId = tuple[int, float]
 class Asked:
     """What is known of a request, from when the server is asked until it answers."""
 
-    admitted: bool = False
-    """whether the engine has it"""
-    withdrawn: bool = False
-    """whether it is to be aborted once the engine has it"""
     queued_s: float = 0.0
     """seconds that it was queued before it first ran; 0 if unknown: with vLLM's statistics off (``disable_log_stats``),
     for a request that made a token"""
@@ -92,14 +88,6 @@ class AdmittingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def withdraw(self, request_id: str) -> None:
-        """Abort one request, which may be on its way; nothing if it has ended."""
-        request = self.requests.get(request_id)
-        if request is None or request.admitted:
-            await self._engine.abort(request_id)
-        else:
-            request.withdrawn = True
-
     async def pause_generation(self, **options: Any) -> None:
         """As vLLM's; the tokens that its core keeps back (``verl_ext.piecewise_scheduler``) are sent before it aborts."""
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -111,8 +99,7 @@ class AdmittingEngine:
         """``AsyncLLM.generate``, which first yields None: from then on a pause or an abort covers the request.
 
         The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
-        the request with an output of the tokens so far: none, if it was still queued. One that is withdrawn has
-        those that were sent. If the caller stops before the
+        the request with an output of the tokens so far: none, if it was still queued. If the caller stops before the
         last output, its request is aborted.
 
         Args:
@@ -128,9 +115,6 @@ class AdmittingEngine:
             prompt = {**prompt, "cache_salt": self._salt(request_id)}
         try:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)
-            asked.admitted = True
-            if asked.withdrawn:
-                await self._engine.abort(queue.request_id, internal=True)
             yield None
             while not ended:
                 output = queue.get_nowait() or await queue.get()
@@ -254,11 +238,6 @@ class RecipeVLLMServer(vLLMHttpServer):
             output.extra_fields["version_marks"] = [tuple(mark) for mark in asked.marks]
         self._decoded += len(output.token_ids)
         return output
-
-    async def withdraw(self, request_id: str) -> None:
-        """End a request whose answer nobody awaits any more; its caller gets the tokens that have been sent."""
-        if self.node_rank == 0:
-            await self.engine.withdraw(request_id)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, but with ``resume_kv=keep`` the blocks stay."""
