@@ -14,7 +14,7 @@ import pytest
 
 from recipe.partial_rollout import main_ppo, task_runner
 from recipe.partial_rollout.checkpoint.manifest import write_snapshot
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, locked
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
@@ -258,6 +258,13 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     ours.send("end")
     other.join(60)
     assert start().session.checkpoints.resumed_step == 2
+
+
+def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path)
+    (tmp_path / "global_step_1").mkdir()
+    with pytest.raises(ConfigError, match=r"^trainer.default_local_dir=.*its checkpoints have changed during this start"):
+        checkpoints.begin()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

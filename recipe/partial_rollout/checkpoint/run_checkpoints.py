@@ -112,6 +112,7 @@ class RunCheckpoints:
         """the checkpoint to resume; None: from scratch"""
         self.resumed: Manifest | None = None
         """its manifest"""
+        self._found = sorted(self._steps())
         if mode == "resume_path":
             self.chosen = Path(str(path))
             self.resumed = verify(self.chosen)
@@ -174,7 +175,14 @@ class RunCheckpoints:
         return tracked is None or self.resumed_step <= tracked
 
     def begin(self) -> Path:
-        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go."""
+        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go.
+
+        Raises:
+            ConfigError: another process has saved or removed checkpoints since the choice, which was made before the lock.
+        """
+        if sorted(self._steps()) != self._found:
+            words = "a directory in which nothing else trains: its checkpoints have changed during this start; start again"
+            raise fail("trainer.default_local_dir", self.run_dir, words)
         step, continues = self.resumed_step, self.continues
         aside = self.run_dir / _SUPERSEDED / self.run
         superseded = [*self._superseded(step if continues else 0)]

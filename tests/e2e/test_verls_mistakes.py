@@ -1,0 +1,91 @@
+"""Mistakes in verl's keys that no check catches end a run by name, within minutes: verl, vLLM or Ray names them.
+
+One that trains on, hangs, or ends without its name needs a rule in ``preflight`` again.
+"""
+
+import subprocess
+
+import pandas as pd
+import pytest
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+
+WITHIN_S = 180.0
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8"
+FIXED = f"{ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False"
+GDPO, KEYS = "algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys"
+MISTAKES = {
+    # the engine
+    "+ray_kwargs.ray_init.num_cpu=4": "num_cpu",
+    f"+{ROLLOUT}.engine_kwargs.vllm.max_model_length=9": "max_model_length",
+    f"{ROLLOUT}.load_format=safetensor": "safetensor",
+    f"{ROLLOUT}.quantization=int3": "int3",
+    f"{ROLLOUT}.max_model_len=9999": "9999",
+    f"{ROLLOUT}.dtype=half8": "half8",
+    # the trainer's model
+    f"{ACTOR}.fsdp_config.dtype=fp9": "fp9",
+    f"+{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp9": "fp9",
+    f"{MODEL}.override_config.attn_implementation=flash": "flash",
+    f"{MODEL}.lora_adapter_path=/nowhere {LORA}": "/nowhere",
+    f"{MODEL}.hf_config_path=/nowhere": "/nowhere",
+    f"{LORA} {MODEL}.target_modules=[q_prj]": "q_prj",
+    f"{ACTOR}.optim.optimizer=Adamm": "Adamm",
+    f"{ACTOR}.optim.betas=[2,3]": "beta",
+    f"{ACTOR}.optim.weight_decay=-1.0": "weight_decay",
+    f"+{ACTOR}.optim.override_optimizer_config.epz=1": "epz",
+    # the algorithm
+    GDPO: "gdpo_reward_keys",
+    f"{GDPO} {KEYS}=acc": "gdpo",
+    f"{GDPO} {KEYS}=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "gdpo",
+    "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
+    "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
+    "algorithm.rollout_correction.rollout_rs=5": "rollout_rs",
+    # how a batch is divided
+    f"{FIXED} {ACTOR}.ppo_{MICRO}=3 {ROLLOUT}.log_prob_{MICRO}=4": "micro",
+    f"{FIXED} {ACTOR}.ppo_{MICRO}=4 {ROLLOUT}.log_prob_{MICRO}=5": "micro",
+    # places and trackers
+    "trainer.logger=[console,wandbb]": "wandbb",
+    "trainer.logger=[wandb]": "wandb",
+    "trainer.logger=[swanlab] trainer.project_name=my/project": "project",
+    "trainer.rollout_data_dir=/proc/run": "/proc/run",
+    "global_profiler.tool=nsight global_profiler.steps=[1]": "nsight",
+    "data.custom_cls.name=Own data.custom_cls.path=pkg://math": "Own",
+    # rows
+    "data.train_files={rows}/null.parquet": "reward_model",
+    "data.train_files={rows}/taken.parquet": "output",
+}
+"""overrides, and a word of the error"""
+SMALL = (
+    "data.train_batch_size=4",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ROLLOUT}.n=2",
+    "data.max_response_length=64",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=False",
+    "trainer.save_freq=-1",
+    "partial_rollout.drain=True",
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A folder with data files on whose rows verl breaks."""
+    prompt = [{"role": "user", "content": "1+1"}]
+    row = {"prompt": prompt, "data_source": "clock10", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    pd.DataFrame([row, {**row, "reward_model": None}] * 8).to_parquet(tmp_path / "null.parquet")
+    pd.DataFrame([{**row, "output": "1"}] * 16).to_parquet(tmp_path / "taken.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistake_that_no_check_catches_ends_the_run_by_name(start, rows, overrides):
+    run = start(*SMALL, *(each.replace("{rows}", str(rows)) for each in overrides.split()))
+    try:
+        code = run.process.wait(WITHIN_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running after {WITHIN_S:g} s: {run.terminal()[-2000:]}")
+    terminal = run.terminal()
+    assert code in (1, 2), terminal[-2000:]
+    (error,) = [line for line in terminal.splitlines() if line.startswith(("config error:", "training failed:"))]
+    assert MISTAKES[overrides] in error, error
