@@ -46,7 +46,7 @@ IN_RECIPE = (
 
 def install_cpu() -> None:
     """Register the CPU platform, and the hooks of its patches."""
-    from verl_ext import cpu, megatron_cpu
+    from verl_ext import cpu
 
     cpu.register()
     require_tested_pair("cpu")
@@ -54,8 +54,6 @@ def install_cpu() -> None:
     when_imported("torch.distributed", cpu.merge_gloo)
     when_imported(FSDP, cpu.register_fsdp)
     when_imported(FSDP, cpu.unpin_reference)
-    when_imported("verl.workers.config.engine", megatron_cpu.accept_float32)
-    when_imported("verl.workers.engine.megatron.transformer_impl", megatron_cpu.register)
 
 
 def patch_recipe() -> None:

@@ -37,9 +37,10 @@ SMALL = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def can_import_megatron(megatron_path):
+def megatron_on_the_cpu(megatron_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", megatron_path)
+        patch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.megatron.plugin")
         yield
 
 

@@ -1,4 +1,4 @@
-"""How an engine fares without each replacement of ``verl_ext.megatron_cpu``: ``python megatron_without.py MODEL OUT``.
+"""How an engine fares without each replacement of ``tests.megatron``: ``python megatron_without.py MODEL OUT``.
 
 Each is left out in a forked process of one rank, since importing takes longer than the trial. ``OUT/<name>.txt`` holds the
 largest difference of ``megatron_rank.trial``, or the error.
@@ -16,20 +16,21 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-from verl_ext import cpu, megatron_cpu, megatron_layers
+from tests.megatron import engine, layers
+from verl_ext import cpu
 
 NAMES = {
     "nothing": (torch.cuda, "is_available"),
-    **{f"torch.cuda.{name}": (torch.cuda, name) for name in megatron_cpu._CALLED},
+    **{f"torch.cuda.{name}": (torch.cuda, name) for name in engine._CALLED},
     "_get_cuda_rng_state": (random, "_get_cuda_rng_state"),
 }
 UPSTREAM = {name: (*place, getattr(*place)) for name, place in NAMES.items()} | {
-    "PackedAttention": (megatron_layers, "PackedAttention", DotProductAttention),
-    "NormedColumnParallelLinear": (megatron_layers, "NormedColumnParallelLinear", ColumnParallelLinear),
-    "decoder_block_spec": (megatron_cpu, "_replace_layers", lambda: None),
-    "initialize": (megatron_cpu.OnTheCPU, "initialize", cpu.CPUThreads.initialize),
-    "load_checkpoint": (megatron_cpu.OnTheCPU, "load_checkpoint", MegatronEngine.load_checkpoint),
-    "steps": (megatron_cpu.OnTheCPU, "load_checkpoint", torch.no_grad()(MegatronEngine.load_checkpoint)),
+    "PackedAttention": (layers, "PackedAttention", DotProductAttention),
+    "NormedColumnParallelLinear": (layers, "NormedColumnParallelLinear", ColumnParallelLinear),
+    "decoder_block_spec": (engine, "_replace_layers", lambda: None),
+    "initialize": (engine.OnTheCPU, "initialize", cpu.CPUThreads.initialize),
+    "load_checkpoint": (engine.OnTheCPU, "load_checkpoint", MegatronEngine.load_checkpoint),
+    "steps": (engine.OnTheCPU, "load_checkpoint", torch.no_grad()(MegatronEngine.load_checkpoint)),
 }
 """by what is left out: object, name, and what is there without it"""
 CALLS = {
@@ -41,15 +42,15 @@ CALLS = {
 
 
 def leave_out(name):
-    replaces = megatron_cpu.CUDAIsTheCPU.__torch_function__
+    replaces = engine.CUDAIsTheCPU.__torch_function__
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         return func(*args, **kwargs) if CALLS[name](func, kwargs) else replaces(self, func, types, args, kwargs)
 
     if name in CALLS:
-        megatron_cpu.CUDAIsTheCPU.__torch_function__ = __torch_function__
-    megatron_cpu._replace_cuda()
+        engine.CUDAIsTheCPU.__torch_function__ = __torch_function__
+    engine._replace_cuda()
     if name in UPSTREAM:
         setattr(*UPSTREAM[name])
 

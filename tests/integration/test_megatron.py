@@ -28,8 +28,9 @@ without a restart and with one"""
 
 @pytest.fixture(scope="module")
 def environment(megatron_path):
-    """Variables of a process that can import Megatron."""
-    return {**os.environ, "PYTHONPATH": megatron_path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    """Variables of a process that can import Megatron and train with it on a CPU."""
+    plugin = {"VERL_USE_EXTERNAL_MODULES": "tests.megatron.plugin"}
+    return {**os.environ, **plugin, "PYTHONPATH": megatron_path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")

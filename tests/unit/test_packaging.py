@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 from recipe.partial_rollout.tools.model import INSTALL
+from tests.megatron.engine import MBRIDGE, MEGATRON_CORE
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
-from verl_ext.megatron_cpu import MBRIDGE, MEGATRON_CORE
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("recipe/partial_rollout", "verl_ext", "conf")

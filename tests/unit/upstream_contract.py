@@ -173,8 +173,6 @@ verl.utils.tracking:Tracking <- tracking_observer
 verl.utils.tracking <- tracking_observer main_ppo trackers
     has: Tracking
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
-verl.workers.config.engine:McoreEngineConfig <- megatron_cpu
-    has: __post_init__ dtype
 torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM

@@ -1,8 +1,9 @@
-"""Platform: verl's own Megatron engines train on the device ``cpu``, for tests: float32, dense models, over gloo.
+"""verl's own Megatron engines on the device ``cpu``: float32, dense models, over gloo.
 
-Shown there is what they share with a GPU: layouts, conversion of weights, inputs of the loss, checkpoints. ``cuda`` is
-replaced, which Megatron-Core names and calls without looking for a device, and so are Transformer Engine's layers
-(``megatron_layers``). Both in the process that builds such an engine, and not before it does.
+The tests show by it what a CPU shares with a GPU: layouts, conversion of weights, inputs of the loss, checkpoints.
+Megatron-Core names ``cuda`` and calls it without looking for a device, so it is replaced, and so are Transformer Engine's
+layers (``layers``). This happens in the process that builds such an engine, when it builds it. ``plugin`` registers the
+engines.
 """
 
 import functools
@@ -13,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from verl_ext import cpu
-from verl_ext.guard import around, require
+from verl_ext.guard import around, installed
 
 MEGATRON_CORE, MBRIDGE = "0.16.1", "0.15.1"
 """releases, as in the extra ``megatron``"""
@@ -36,8 +37,7 @@ class CUDAIsTheCPU(TorchFunctionMode):
 
 @functools.cache
 def _replace_cuda() -> None:
-    require("megatron-core", MEGATRON_CORE, "megatron_cpu")
-    require("mbridge", MBRIDGE, "megatron_cpu")
+    assert (installed("megatron-core"), installed("mbridge")) == (MEGATRON_CORE, MBRIDGE)
     for name in _CALLED:
         setattr(torch.cuda, name, getattr(cpu.PlatformCPU(), name))
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -48,7 +48,7 @@ def _replace_cuda() -> None:
 
 
 def _replace_layers() -> None:
-    from verl_ext.megatron_layers import decoder_block_spec
+    from tests.megatron.layers import decoder_block_spec
 
     bridge = importlib.import_module("mbridge.core.llm_bridge")
     bridge.get_gpt_decoder_block_spec = decoder_block_spec  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Megatron-Core's local layers under Transformer Engine's names of weights, so that mbridge's mappings hold without it.
 
-Imported when a Megatron engine is built on a CPU (``megatron_cpu``), and by nothing else.
+``engine`` imports it when it builds an engine: it needs Megatron-Core.
 """
 
 from itertools import pairwise

@@ -1,0 +1,1 @@
+"""Megatron-Core trains on a CPU: what the nightly tests of ``engine=megatron`` load into verl."""
