@@ -1,7 +1,7 @@
-"""Registers the engines of ``engine`` with verl.
+"""Register the engines of ``engine`` with verl.
 
-A process that has ``VERL_USE_EXTERNAL_MODULES=tests.megatron.plugin`` imports this at ``import verl``. The processes that it
-starts, Ray's too, inherit the variable.
+A process that has ``VERL_USE_EXTERNAL_MODULES=tests.megatron.plugin`` imports this at ``import verl``. The processes that
+it starts, Ray's too, inherit the variable.
 """
 
 from tests.megatron import engine

@@ -263,7 +263,9 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     (tmp_path / "global_step_1").mkdir()
-    with pytest.raises(ConfigError, match=r"^trainer.default_local_dir=.*its checkpoints have changed during this start"):
+    with pytest.raises(
+        ConfigError, match=r"^trainer.default_local_dir=.*its checkpoints have changed during this start"
+    ):
         checkpoints.begin()
 
 

@@ -181,7 +181,9 @@ class RunCheckpoints:
             ConfigError: another process has saved or removed checkpoints since the choice, which was made before the lock.
         """
         if sorted(self._steps()) != self._found:
-            words = "a directory in which nothing else trains: its checkpoints have changed during this start; start again"
+            words = (
+                "a directory in which nothing else trains: its checkpoints have changed during this start; start again"
+            )
             raise fail("trainer.default_local_dir", self.run_dir, words)
         step, continues = self.resumed_step, self.continues
         aside = self.run_dir / _SUPERSEDED / self.run
