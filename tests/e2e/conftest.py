@@ -24,14 +24,19 @@ ENGINE = {
     "max_num_seqs": 8,
     "max_model_len": 128,
     "scheduler_cls": "verl_ext.piecewise_scheduler.piecewise_scheduler",
-    # of a device that is to be accepted: `tools accept`
-    **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}")),
 }
 """vLLM arguments of an engine without Ray and verl around it, unless a test has its own"""
-SCHEDULERS = [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchronous"]
-"""vLLM's schedulers that tests run with on a CPU: its own, which every training has too, and a GPU's"""
+ON_DEVICE = {"distributed_executor_backend": "mp", "enforce_eager": False}
+"""beside them, as vLLM runs on a GPU"""
+SCHEDULERS = [
+    pytest.param("synchronous", marks=pytest.mark.nightly),
+    "asynchronous",
+    pytest.param("device's", marks=pytest.mark.gpu),
+]
+"""vLLM's schedulers that tests run with: a CPU's own, as in trainings; a GPU's, on a CPU; the device's own"""
 if os.environ.get("VERL_PLATFORM") != "cpu":
-    SCHEDULERS = ["device's"]
+    # Triton's default is TF32, whose rounding is 50 times what the tests allow between reading and decoding.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 TRAININGS = ("test_training.py", "test_separate.py", "test_algorithms.py", "test_tutorial.py")
 """files of every commit that train, the longest first: they begin, and what takes less fills both processes to the end"""
 MOST_STARTS = 6
@@ -104,6 +109,11 @@ def on_engine(task, request):
     return call
 
 
+def device_engine():
+    """vLLM arguments on a GPU; the environment may leave out what an acceptance suspects (``tests/gpu``)."""
+    return {**ON_DEVICE, **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}"))}
+
+
 @contextlib.contextmanager
 def scheduling(scheduler):
     """Arguments of an engine with that scheduler; and a function that fails if the engine has not run with it."""
@@ -112,7 +122,8 @@ def scheduling(scheduler):
         assert scheduler != "synchronous" or not engine.vllm_config.scheduler_config.async_scheduling
 
     if scheduler != "asynchronous":
-        yield {}, is_chosen
+        on_gpu = scheduler == "device's" and os.environ.get("VERL_PLATFORM") != "cpu"
+        yield device_engine() if on_gpu else {}, is_chosen
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))

