@@ -278,7 +278,6 @@ def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):
 @pytest.mark.parametrize(
     ("change", "variables", "line", "code"),
     [
-        ([], {"SWANLAB_MODE": "never"}, "FAIL  setting         SWANLAB_MODE=never: cloud, local", WRONG),
         ([], {"VERL_PLATFORM": ""}, "FAIL  missing         trainer.device=cpu: VERL_PLATFORM=cpu in the", MISSING),
         (
             [],

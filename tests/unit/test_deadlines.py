@@ -34,7 +34,6 @@ ENDED_BY = {
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
     "engine/replica.py relaunch": "ServerControl.restart_dead, within START_S",
-    "worker/live_sample.py give_up": "nobody: the request's own call returns what there is",
     "worker/claim_loop.py serve": "the guard, which asks the manager: a worker lives as long as its driver",
     "worker/claim_loop.py _claim": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
     "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",

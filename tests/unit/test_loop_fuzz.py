@@ -113,8 +113,8 @@ class Loops:
         return []
 
     async def tool(self, step, run, before):
-        response, *_ = await run.row["tools"]["pay"].call({"ms": step.ms, "at": len(before)})
-        return [(SEPARATOR, 0), (len(response.text), 0)]
+        answer = await run.row["tools"]["pay"].call({"ms": step.ms, "at": len(before)})
+        return [(SEPARATOR, 0), (len(answer), 0)]
 
     async def wait_for(self, step, run, before):
         try:

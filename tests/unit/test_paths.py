@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.paths import check_sockets, write_in_full
-from recipe.partial_rollout.preflight.rows import check_files
+from recipe.partial_rollout.preflight.rows import check_patterns
 
 HERE = ("model", "train.parquet", "reward.py", "loops.yaml", "more/val.parquet", "own_set.py", "weights/adapter")
 CONFIG = {
@@ -88,9 +88,9 @@ def test_data_path_that_its_reader_takes_for_a_pattern_is_refused(resolved_confi
         pd.DataFrame([row]).to_parquet(tmp_path / folder / "x.parquet")
     config = resolved_config("quickstart_cpu")
     config.data.train_files = config.data.val_files = str(tmp_path / "a1" / "x.parquet")
-    check_files(config)
+    check_patterns(config)
     config.data.val_files = str(Path(tmp_path) / "a[1]" / "x.parquet")
     with pytest.raises(
         ConfigError, match=r"^data.val_files=[^\n]*: a path without \[ \], which the reader of data files"
     ):
-        check_files(config)
+        check_patterns(config)

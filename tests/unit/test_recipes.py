@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.tools.check import command as checks
-from recipe.partial_rollout.tools.check.memory import QWEN3, DeviceMemory, ModelShape, named
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "run_scripts"
@@ -97,16 +95,11 @@ def test_plan_of_separate_placement_names_both_sides(build, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_sizes_fit_a_device(build, experiment):
+def test_longest_sample_fits_engine_and_update(build, experiment):
     config = build(experiment, "pr")
-    data, memory = config.data, DeviceMemory.of(config, named(config.actor_rollout_ref.model.path))
-    longest = data.max_prompt_length + data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.actor_rollout_ref.rollout.max_model_len == longest
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= longest
-    assert memory.engine + memory.trainer < config.recipe.gpu_gib - 8
-    # Engine asleep: shards, logits with their gradient, and as much again for activations.
-    assert memory.trainer + 2 * memory.logits < config.recipe.gpu_gib - 8
-    assert memory.kv_tokens > 8 * longest
 
 
 def test_published_pairs_have_scripts_under_their_names():
@@ -163,16 +156,3 @@ def test_variables_reach_the_config_whatever_folders_are_called_and_trailing_ove
     assert f"{out}/nopr: config, metrics" in done.stdout and "'console', 'file', 'swanlab'" in done.stdout
     assert f"{MISSING}data.train_files={data}/gsm8k/train.parquet: " in done.stdout
     assert f"{MISSING}actor_rollout_ref.model.path={model}: " in done.stdout
-
-
-def test_shape_of_a_model_is_known_by_its_name_or_config():
-    sizes = {"Qwen/Qwen3-4B": "4B", "/models/Qwen3-0.6B/": "0.6B", "Qwen3-4B-Instruct-2507": "4B"}
-    assert all(named(path) == QWEN3[size] for path, size in sizes.items())
-    assert named("Qwen/Qwen3-30B-A3B") is named("Qwen/Qwen2.5-7B") is ModelShape.of({"model_type": "qwen3_moe"}) is None
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    for tied in (True, False):
-        config = Qwen3Config(**sizes, tie_word_embeddings=tied)
-        shape = ModelShape.of(config.to_dict())
-        assert shape.parameters == Qwen3ForCausalLM(config).num_parameters()
-        assert shape.kv_bytes == 2 * 3 * 2 * 16 * 2

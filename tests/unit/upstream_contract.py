@@ -129,8 +129,6 @@ verl.workers.config:CheckpointEngineConfig <- rules
     has: backend
 verl.experimental.agent_loop.tool_parser:ToolParser <- user_code
     has: _registry
-verl.utils.tracking:Tracking <- rules
-    has: supported_backend
 verl.workers.config:CriticConfig <- rules
     has: ppo_infer_max_token_len_per_gpu
 verl.experimental.agent_loop.agent_loop <- user_code
