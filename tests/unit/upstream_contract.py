@@ -129,8 +129,6 @@ verl.workers.config:CheckpointEngineConfig <- rules
     has: backend
 verl.experimental.agent_loop.tool_parser:ToolParser <- user_code
     has: _registry
-verl.workers.config:CriticConfig <- rules
-    has: ppo_infer_max_token_len_per_gpu
 verl.experimental.agent_loop.agent_loop <- user_code
     has: _agent_loop_registry
 verl.workers.config:HFModelConfig <- task_runner trainer_config
