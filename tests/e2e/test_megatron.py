@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 SMALL = (
     "engine=megatron",
-    # What verl_ext/megatron_cpu.py trains: float32, by mbridge; the reference follows the actor's bridge.
+    # tests/megatron trains float32, by mbridge; the reference follows the actor's bridge.
     "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
     "critic.megatron.vanilla_mbridge=True",
     "+actor_rollout_ref.actor.megatron.dtype=float32",
