@@ -65,7 +65,9 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
-    _run(check_device, config, "missing", refuse)
+    # A trainer that is no section is named with the other keys, below.
+    if OmegaConf.is_dict(config.trainer):
+        _run(check_device, config, "missing", refuse)
     settings = check_settings(config, refuse)
     for check in (check_ray_address, missing_packages):
         _run(check, config, "missing", refuse)
