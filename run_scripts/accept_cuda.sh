@@ -12,6 +12,7 @@ if [[ ${VERL_PLATFORM:-} == cpu ]]; then
 else
   command -v nvidia-smi >/dev/null || { echo "accept_cuda: nvidia-smi not found: this needs an NVIDIA GPU" >&2; exit 2; }
   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh --quiet
+  # shellcheck source=/dev/null
   source "${PARTIAL_ROLLOUT_VENV:-.venv}/bin/activate"
 fi
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

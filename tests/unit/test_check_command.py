@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import runpy
 import sys
 from datetime import datetime
@@ -248,6 +249,8 @@ def test_paths_in_the_home_are_found_and_written_there(resolved_config, tmp_path
 def trainable(files, model, tmp_path, monkeypatch):
     """``trainable(*overrides)``: a config that a run on this machine can start with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # datasets leaves a copy in place of os.environ, to which undoing a setenv would not reach.
+    monkeypatch.setattr(os, "environ", os.environ)
     sizes = "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     paths = (
         f"actor_rollout_ref.model.path={model}",
@@ -284,6 +287,12 @@ def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):
             {"RAY_ADDRESS": "127.0.0.1:1"},
             "FAIL  missing         RAY_ADDRESS=127.0.0.1:1: HOST:PORT of a Ray",
             MISSING,
+        ),
+        (
+            [],
+            {"SWANLAB_MODE": "never"},
+            "FAIL  setting         SWANLAB_MODE=never: cloud, local, offline or disabled",
+            WRONG,
         ),
     ],
 )
