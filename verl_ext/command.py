@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ext.guard import cpu_requested
+from verl_ext.guard import UnsupportedVersionError, cpu_requested, require_tested_pair
 
 NAME = "recipe.partial_rollout"
 OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
@@ -93,6 +93,12 @@ def no_device(device: str, cluster: str | None) -> str | None:
     cpu = cpu_requested()
     if device == "cpu" and not cpu:
         return "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
+    if device == "cpu":
+        try:
+            require_tested_pair("cpu")
+        except UnsupportedVersionError as error:
+            # verl goes on without the patches of a plugin that refuses to load.
+            return str(error)
     if device != "cpu" and cpu:
         return f"trainer.device={device}: cpu where the environment has VERL_PLATFORM=cpu; add platform=cpu"
     there = shutil.which("nvidia-smi") or any(map(os.path.exists, _DEVICES))

@@ -99,12 +99,14 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     What is left to do needs Ray.
     """
     from recipe.partial_rollout import preflight
+
+    found = preflight.checked(config)
+    # verl's engine, which they import, is not there where vLLM does not fit.
     from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.rollout.session import CONFIG, RunSession
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import set_variable
 
-    found = preflight.checked(config)
     if found.checkpoints is None:
         words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)

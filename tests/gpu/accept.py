@@ -18,6 +18,10 @@ class Reporter:
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
 
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str]:
+        """Have pytest count the results, and print no letter for them between the figures."""
+        return (report.outcome if report.when == "call" or report.outcome != "passed" else "", "", "")
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Report a test's call, and a set-up that failed or skipped it."""
         if report.when == "call" or report.outcome != "passed":

@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from recipe.partial_rollout.records.figures import held_out_rewards
 from tests.gpu import counting
 from tests.gpu.figures import Figures
 from tests.gpu.training import ARMS, TINY, Sizes, command, speed, steps_of
@@ -15,7 +16,6 @@ from tests.gpu.training import ARMS, TINY, Sizes, command, speed, steps_of
 REWARD = 0.8
 SMOLLM2 = Sizes(prompts=16, samples=8, seats=128, cap=3072)
 _TINY_STEPS, _STEPS = 2, 200
-_HELD_OUT = "val-core/counting/reward/mean@1"
 
 
 def run(options: Namespace, figures: Figures) -> int:
@@ -51,7 +51,7 @@ def _train(arm: str, model: Path, data: Path, options: Namespace, figures: Figur
     trained_s = 0.0
     for metrics in steps_of(asked, directory, until):
         found = speed(metrics, sizes.prompts * sizes.samples)
-        held_out = metrics.get(_HELD_OUT)
+        held_out = next(iter(held_out_rewards([metrics])), None)
         trained_s += metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0)
         reached = held_out is not None and held_out >= REWARD
         figures.emit(

@@ -81,7 +81,7 @@ def update(figures: list[Figure]) -> Table:
             numbers = [(each["pass_s"], ".3f"), (each["pass_mfu"], ".3f"), (each["update_s"], ".3f")]
             numbers += [(each["update_mfu"], ".3f"), (each["optimizer_s"], ".3f")]
             shown = [format(value, form) for value, form in numbers]
-            rows.append([each["variant"], f"{each['tokens']:,}", *shown, shares, f"{each['gib']:.1f}"])
+            rows.append([each["variant"], f"{each['tokens']:,}", *shown, shares, _shown(each["gib"], ".1f")])
     return Table("An update on the pair's lengths", header, rows)
 
 

@@ -13,6 +13,12 @@ from verl_ext.guard import installed_pair
 WRONG_RELEASE = 5
 
 
+def reason(terminal: str) -> str:
+    """The last line of ``terminal`` that says why the training ended."""
+    lines = terminal.strip().splitlines()
+    return next((line for line in reversed(lines) if ": " in line and not line.startswith("(traceback:")), terminal)
+
+
 def run(options: Namespace, figures: Figures) -> int:
     """Train one step of PR on the release that is installed.
 
@@ -30,5 +36,5 @@ def run(options: Namespace, figures: Figures) -> int:
             samples = trace.sizes.prompts * trace.sizes.samples
             figures.emit(vllm=found.vllm, torch=found.torch, step=metrics["step"], **speed(metrics, samples))
     except TrainingError as error:
-        figures.emit(vllm=found.vllm, torch=found.torch, refused=str(error).strip().splitlines()[-1])
+        figures.emit(vllm=found.vllm, torch=found.torch, refused=reason(str(error)))
     return 0

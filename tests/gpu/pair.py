@@ -22,7 +22,7 @@ def run(options: Namespace, figures: Figures) -> int:
     task = trace.write(options.scratch)
     until, took = time.monotonic() + options.seconds, dict.fromkeys(ARMS, 0.0)
     for repeat in count(1):
-        for arm in ARMS:
+        for arm in options.arms or ARMS:
             began = time.monotonic()
             if began + took[arm] > until or repeat > options.repeats:
                 return 0

@@ -123,10 +123,10 @@ def command(arm: str, directory: Path, steps: int, overrides: list[str], *, tiny
         # Engines say what they run with, and what sleeping frees.
         "ray_kwargs.ray_init.log_to_driver=True",
     ]
-    platform = ["platform=cpu"] if tiny else []
-    chosen = {each.split("=")[0]: each for each in [*common, *overrides]}
-    main = [sys.executable, "-m", "recipe.partial_rollout.main_ppo", "--config-name", "own_job"]
-    return [*main, *platform, *chosen.values()]
+    # Of a tiny training nearly all the time is the start of its processes.
+    few = ["platform=cpu", "actor_rollout_ref.rollout.agent.num_workers=1", "partial_rollout.reward_in_worker=True"]
+    chosen = {each.split("=")[0]: each for each in [*common, *overrides, *(few if tiny else [])]}
+    return [sys.executable, "-m", "recipe.partial_rollout.main_ppo", "--config-name", "own_job", *chosen.values()]
 
 
 def steps_of(
