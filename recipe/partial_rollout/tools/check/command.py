@@ -40,9 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         typed("check"),
         "Say whether a run can start, and what it lacks.",
         ["", "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr"],
-        "Without arguments: this machine, in half a minute, with one request to the model hub unless HF_HUB_OFFLINE is "
-        "set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit code: 0, 2 if a "
-        "setting does not hold, 3 if only data, model, packages or the machine lack something.",
+        "Without arguments: this machine, in half a minute. With a run's overrides: its settings and inputs, its plan, "
+        "memory of a device. Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine "
+        "lack something.",
     )
     parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")

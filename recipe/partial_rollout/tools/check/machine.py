@@ -6,21 +6,17 @@ import importlib
 import math
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cluster, reach_hub
-from recipe.partial_rollout.tools.check.memory import GIB, STATE, ModelSize, checkpoint_gib
+from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, check_cluster
+from recipe.partial_rollout.tools.check.memory import GIB, ModelSize, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
 from verl_ext.guard import (
@@ -45,11 +41,7 @@ _MODULES = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
 )
-_ANSWER_S = 20.0
-"""for nvidia-smi, which takes seconds where the driver does not stay loaded"""
 _LEAST_SHARED_GIB = 1.0
-_LEAST_DRIVER = 580
-"""of CUDA 13, with which the extra ``gpu`` is built"""
 
 
 class Finding(NamedTuple):
@@ -74,38 +66,20 @@ def missing(error: ConfigError) -> Finding:
 
 def findings() -> Iterator[Finding]:
     """All of this machine."""
-    found = gpus() if wants_gpu() else []
     yield versions()
     yield stack()
     if wants_gpu():
-        yield device(found)
+        yield device()
         yield compiler()
     else:
         yield Finding("device", "CPU" if cpu_requested() else "no GPU: nvidia-smi is not found")
     yield flash_attention()
-    yield from packages()
-    yield engine()
     yield shared_memory()
-    yield cpus(len(found))
-    yield disk()
-    yield hub()
-    yield swanlab()
 
 
 def wants_gpu() -> bool:
     """Whether runs here are meant for GPUs: there are some, and ``VERL_PLATFORM`` does not say cpu."""
     return shutil.which("nvidia-smi") is not None and not cpu_requested()
-
-
-def gpus() -> list[tuple[str, str, str]]:
-    """Name, driver's version and memory of each GPU, as nvidia-smi says; none where it fails."""
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = (tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines())
-    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
 
 
 def versions() -> Finding:
@@ -159,25 +133,16 @@ def failure() -> str | None:
     return None
 
 
-def device(found: list[tuple[str, str, str]]) -> Finding:
-    """Whether torch sees the GPUs that nvidia-smi sees."""
+def device() -> Finding:
+    """The GPUs that torch sees; if none, in torch's words."""
     import torch
 
-    if not found:
-        remedy = "give this machine or container one (--gpus all)"
-        return Finding("device", "nvidia-smi lists no GPU", remedy, stops=True)
-    name, driver, memory = found[0]
-    said = f"{len(found)} x {name}, {memory}, driver {driver}"
-    if torch.cuda.is_available():
-        return Finding("device", said)
-    said += f", and torch {torch.__version__} sees none"
-    if torch.version.cuda is None:
-        return Finding("device", said, f"this torch is built without CUDA; {INSTALL_GPU} brings one", stops=True)
-    major = int(driver.split(".")[0]) if driver.split(".")[0].isdigit() else 0
-    remedy = "set CUDA_VISIBLE_DEVICES to a device that is there, or see `python -c 'import torch; torch.cuda.init()'`"
-    if major < _LEAST_DRIVER:
-        remedy = f"CUDA {torch.version.cuda} needs driver {_LEAST_DRIVER} or newer"
-    return Finding("device", said, remedy, stops=True)
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return Finding("device", f"torch {torch.__version__} sees no GPU", one_line(error), stops=True)
+    first = torch.cuda.get_device_properties(0)
+    return Finding("device", f"{torch.cuda.device_count()} x {first.name}, {first.total_memory / GIB:.0f} GiB")
 
 
 def compiler() -> Finding:
@@ -216,84 +181,11 @@ def flash_attention() -> Finding:
     return Finding("attention", f"{said}: {problem}", packed_attention.INSTALL)
 
 
-def packages() -> Iterator[Finding]:
-    """What some configurations import, and others do not."""
-    for module, key, value, brought_by in PACKAGES:
-        needs = f"installed; {key.rpartition('.')[2]}={value} needs it"
-        if find_spec(module) is not None:
-            yield Finding(module, needs)
-        elif brought_by == INSTALL_GPU and not wants_gpu():
-            yield Finding(module, f"not {needs}, on GPUs")
-        else:
-            yield Finding(module, f"not {needs}", brought_by)
-
-
-def engine() -> Finding:
-    """Model runner and scheduler that vLLM itself chooses for a model of the recipes' kind."""
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
-        from recipe.partial_rollout.engine.replica import chosen_by
-        from recipe.partial_rollout.tasks.clock10.model import build_config
-
-        with tempfile.TemporaryDirectory() as directory:
-            # Of a model vLLM reads no more than this to plan its engine.
-            model = build_config()
-            model.architectures = ["Qwen3ForCausalLM"]
-            model.save_pretrained(directory)
-            args = AsyncEngineArgs(model=directory, skip_tokenizer_init=True, distributed_executor_backend="mp")
-            chosen = chosen_by(args.create_engine_config())
-    except Exception as error:
-        return Finding("engine", "vLLM does not say what it would run", one_line(error))
-    return Finding("engine", f"{chosen} (Qwen3, as vLLM decides here)")
-
-
 def shared_memory() -> Finding:
     """Whether Ray's object store and NCCL have room in ``/dev/shm``."""
-    total = psutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
+    total = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
     remedy = "" if total >= _LEAST_SHARED_GIB else "docker run --ipc=host, or --shm-size=16g"
     return Finding("shared memory", f"{total:.1f} GiB in /dev/shm", remedy, stops=bool(remedy) and wants_gpu())
-
-
-def cpus(devices: int) -> Finding:
-    """Whether Ray can place a trainer on every GPU."""
-    have, needed = os.cpu_count() or 1, CPUS_PER_TRAINER * devices + 1
-    if not devices:
-        return Finding("CPUs", f"{have}")
-    if have >= needed:
-        return Finding("CPUs", f"{have}; training on {devices} GPUs needs {needed} for Ray")
-    fit = (have - 1) // CPUS_PER_TRAINER
-    remedy = f"{needed} CPUs" + (f", or train on {fit} (GPUS_PER_NODE={fit})" if fit else "")
-    said = f"{have}; Ray would wait for ever for those of {devices} GPU{'s' * (devices > 1)}"
-    return Finding("CPUs", said, remedy, stops=not fit)
-
-
-def disk() -> Finding:
-    """Room for checkpoints where runs write by default."""
-    free = free_disk_gib(Path("outputs"))
-    # Weights and moments in float32.
-    billion = 1e9 * 4 * STATE / GIB
-    remedy = "" if free >= 2 * billion else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
-    said = f"{free:.0f} GiB free for outputs; a checkpoint takes {billion:.0f} GiB a billion parameters"
-    return Finding("disk", said, remedy)
-
-
-def hub() -> Finding:
-    """Whether models and data can be fetched; the only request that is sent."""
-    try:
-        reach_hub()
-    except Exception as error:
-        # The client raises what its transport raises.
-        remedy = "local folders serve: MODEL=DIR, tools data --from DIR"
-        return Finding("hub", f"not reached ({one_line(error)})", remedy)
-    return Finding("hub", "answers")
-
-
-def swanlab() -> Finding:
-    """Where SwanLab would log."""
-    from recipe.partial_rollout.training.trackers import has_key
-
-    return Finding("SwanLab", "a key: runs go to the cloud" if has_key() else "no key: runs go to the local board")
 
 
 # -- what a run needs of it ----------------------------------------------------------------------------------------------
@@ -322,7 +214,7 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
         return
     if trainer.device == "cuda" and wants_gpu():
-        yield from (found for found in (device(gpus()), compiler(), shared_memory()) if found.stops)
+        yield from (found for found in (device(), compiler(), shared_memory()) if found.stops)
     cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1
     try:
         check_cluster(config, {"CPU": cpus, "GPU": math.inf})
