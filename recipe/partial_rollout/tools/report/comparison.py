@@ -6,9 +6,8 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from msgspec import structs
 
@@ -28,7 +27,7 @@ class Side:
     """One of the runs."""
 
     name: str
-    """Its arm, or what its directory has in no other run's; see `names_of`."""
+    """Its arm, or its directory; see `names_of`."""
     run: RunRecord
 
     @cached_property
@@ -71,11 +70,12 @@ class Other(Side):
         runs = self.base.run, self.run
         if any(run.settings.separate or len(run.steps) < 2 * PARTS for run in runs):
             return {}
+        quarters = [_quarters(run) for run in runs]
         found = {}
-        for name, timer in (("rollout_s", "gen"), ("step_s", "step")):
-            theirs, mine = (_by_parts(run, timer) for run in runs)
-            ratios = [ours / before for ours, before in zip(mine, theirs, strict=True) if before]
-            found[f"{name}_per_trained_token"] = min(ratios), max(ratios)
+        for name in ("rollout_s_per_trained_token", "step_s_per_trained_token"):
+            theirs, mine = ([getattr(each, name) for each in of_run] for of_run in quarters)
+            ratios = [known for known in map(ratio, mine, theirs) if known is not None]
+            found[name] = min(ratios), max(ratios)
         return found
 
     @cached_property
@@ -97,16 +97,6 @@ class Other(Side):
                 )
         return found
 
-    @property
-    def unlike(self) -> list[str]:
-        """In words: settings in which it differs from the base."""
-        theirs, mine = self.base.run.settings, self.run.settings
-        return [
-            f"the runs differ in {key}: {self.base.name} {getattr(theirs, key)}, {self.name} {getattr(mine, key)}"
-            for key in SHARED_SETTINGS
-            if getattr(theirs, key) != getattr(mine, key)
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -127,7 +117,12 @@ class Comparison:
     @property
     def unlike(self) -> list[str]:
         """In words: settings in which a run differs from the base."""
-        return [line for other in self.others for line in other.unlike]
+        return [
+            f"the runs differ in {key}: {self.base.name} {wanted}, {other.name} {found}"
+            for other in self.others
+            for key in SHARED_SETTINGS
+            if (found := getattr(other.run.settings, key)) != (wanted := getattr(self.base.run.settings, key))
+        ]
 
     @property
     def warnings(self) -> list[str]:
@@ -144,26 +139,17 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:
-    """Their arms if these differ, else what differs in their directories, else numbers.
-
-    Of ``out/noPR/seed_1`` and ``out/PR/seed_1`` it is ``noPR`` and ``PR``.
-    """
+    """Their arms if these differ, else their directories below the one that has them all, else numbers."""
     arms = [str(run.settings.arm) for run in runs]
-    paths = [Path(run.directory).absolute().parts for run in runs]
-    # Of tuples it compares the parts.
-    start = len(os.path.commonprefix(paths))  # noqa: RUF071
-    end = len(os.path.commonprefix([path[start:][::-1] for path in paths]))  # noqa: RUF071
-    differing = ["/".join(path[start : len(path) - end]) for path in paths]
+    above = os.path.commonpath([os.path.abspath(run.directory) for run in runs])
+    directories = [os.path.relpath(run.directory, above) for run in runs]
     numbers = [f"run {number}" for number in range(1, len(runs) + 1)]
-    return next(names for names in (arms, differing, numbers) if all(names) and len(set(names)) == len(runs))
+    return next(names for names in (arms, directories, numbers) if len(set(names)) == len(runs))
 
 
-def _by_parts(run: RunRecord, timer: str) -> list[float]:
-    """Seconds of ``timer`` a trained token, of each part of the run's steps."""
+def _quarters(run: RunRecord) -> list[Summary]:
     bounds = [len(run.steps) * part // PARTS for part in range(PARTS + 1)]
-    parts = [run.steps[first:last] for first, last in itertools.pairwise(bounds)]
-    tokens = [sum(group.tokens for step in part for group in step.round.trained) for part in parts]
-    return [sum(step.seconds(timer) for step in part) / max(1, n) for part, n in zip(parts, tokens, strict=True)]
+    return [Summary(replace(run, steps=run.steps[first:last])) for first, last in itertools.pairwise(bounds)]
 
 
 def _prompt(key: tuple[int, str]) -> str:

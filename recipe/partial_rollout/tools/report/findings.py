@@ -76,7 +76,7 @@ def findings(comparison: Comparison) -> list[str]:
         placements = {side.run.settings.separate for side in (base, other)}
         # Slots and speed in rollout are no match for those of a whole run.
         lines += [_why(base, other)] if len(placements) == 1 else []
-        lines += [*_who_waits(base, other), _cost(base, other)]
+        lines.append(_cost(base, other))
     return lines
 
 
@@ -86,26 +86,6 @@ def _why(base: Side, other: Side) -> str:
         f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
         f"{during[0]} and {units.share(other.summary.bubble_fraction)} during {during[1]}."
     )
-
-
-def _who_waits(base: Side, other: Side) -> list[str]:
-    """A sentence where a run has separate placement."""
-    mine, theirs = other.summary, base.summary
-    if None in (mine.trainer_waits, theirs.trainer_waits):
-        return []
-    if not any(side.run.settings.separate for side in (base, other)):
-        return []
-    holds = [
-        f"; {side.name} held its engines {units.share(side.summary.engines_held)} of it, "
-        f"{units.seconds(side.summary.hold_s.mean)} for each update of the weights"
-        for side in (base, other)
-        if side.summary.hold_s
-    ]
-    return [
-        f"From the first batch to the last, the trainer waited {units.share(mine.trainer_waits)} of the time under "
-        f"{other.name} and {units.share(theirs.trainer_waits)} under {base.name}, an engine stood idle "
-        f"{units.share(mine.engines_idle)} and {units.share(theirs.engines_idle)}{''.join(holds)}."
-    ]
 
 
 def _cost(base: Side, other: Side) -> str:

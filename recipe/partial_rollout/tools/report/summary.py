@@ -216,7 +216,7 @@ class Summary:
     @figure("decoded tokens", units.count, compared=True)
     def decoded_tokens(self) -> int:
         """Tokens that the engines made; unfinished samples and lost work included."""
-        return sum(round_.phase.decoded_tokens for round_ in self.run.rounds)
+        return sum(step.decoding.decoded_tokens for step in self.run.steps)
 
     @figure("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def wall_s_per_trained_token(self) -> float | None:

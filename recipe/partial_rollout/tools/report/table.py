@@ -27,7 +27,7 @@ SETTINGS = {
 
 DEVICES = "devices busy"
 RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
-    ("run", lambda side: side.name, "Its arm, or what its directory has in no other run's."),
+    ("run", lambda side: side.name, "Its arm, or its directory."),
     ("mode", lambda side: _mode(side.run.settings), "noPR: verl's synchronous rollout; else partial_rollout.mode."),
     (
         "trainer, engine",
@@ -85,8 +85,13 @@ def report_console(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The tables of a report; each row has a note that says what it is."""
-    validations = [_validations(comparison)] if _sources(comparison) else []
-    return [_runs(comparison), *validations, _figures(comparison), _phases(comparison), _settings(comparison)]
+    return [
+        _runs(comparison),
+        *_validations(comparison),
+        _figures(comparison),
+        _phases(comparison),
+        _settings(comparison),
+    ]
 
 
 def _runs(comparison: Comparison) -> Table:
@@ -110,28 +115,17 @@ def _steps(side: Side) -> str:
     return f"{units.count(side.summary.steps)}{'' if side.run.complete else ' so far'}"
 
 
-def _sources(comparison: Comparison) -> dict[str, set[str]]:
-    """Kinds of score by data source, of runs that validate several."""
-    found: dict[str, set[str]] = {}
-    for side in comparison.sides:
-        for kind, by_source in side.summary.validation.scores.items():
-            for source in by_source:
-                found.setdefault(source, set()).add(kind)
-    return found if len(found) > 1 else {}
-
-
-def _validations(comparison: Comparison) -> Table:
-    """A line for each data source and kind."""
-
-    def cell(side: Side, source: str, kind: str) -> str:
-        return units.precise(side.summary.validation.scores.get(kind, {}).get(source))
-
+def _validations(comparison: Comparison) -> list[Table]:
+    """A line for each data source and kind of score, if a run validates several sources."""
+    scores = [side.summary.validation.scores for side in comparison.sides]
+    found = {(source, kind) for of_run in scores for kind, by_source in of_run.items() for source in by_source}
+    if len({source for source, _ in found}) < 2:
+        return []
     rows = [
-        [f"{source}, {kind}", *(cell(side, source, kind) for side in comparison.sides)]
-        for source, kinds in sorted(_sources(comparison).items())
-        for kind in sorted(kinds)
+        [f"{source}, {kind}", *(units.precise(of_run.get(kind, {}).get(source)) for of_run in scores)]
+        for source, kind in sorted(found)
     ]
-    return Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)
+    return [Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)]
 
 
 def _row(label: str, cells: Iterable[Sequence[str]], against: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 
@@ -16,13 +16,10 @@ from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import DPI, hue
-from recipe.partial_rollout.tools.report.summary import ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
-LEAST_PIXELS = 1.0
-"""A hold is drawn at least this wide."""
 MAX_ROUND_LABELS, MAX_SHADES = 26, 6
 IDLE_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
 HELD_COLOUR, TOOLS_COLOUR = "#1A1A1A", "#E377C2"
@@ -49,11 +46,10 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     for index, side in enumerate(sides):
         panels.append(axes := next(places))
         _draw_side(axes, side, hue(index))
-        _label_rounds(axes, side.run, longest)
-        _label_end(axes, side.run, longest)
+        _label_rounds(axes, side.run)
         if side.run.settings.separate:
             lanes, origin = lanes_of(side.run), side.run.start
-            _draw_holds(axes, lanes, origin, longest, side.run.settings.full_concurrency)
+            _draw_holds(axes, lanes, origin, side.run.settings.full_concurrency)
             _draw_trainer(next(places), lanes, origin)
     tallest = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
@@ -70,9 +66,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
 def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     settings, origin = side.run.settings, side.run.start
     full, lanes = settings.full_concurrency, lanes_of(side.run)
-    whole = RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls)
-    curve = running_curve(whole, settings.replicas)
-    layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
+    curve = running_curve(RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls), settings.replicas)
     if not settings.separate:
         at = axes.get_xaxis_transform()
         training, validation = lanes.spans(~lanes.trainer[Trainer.WAIT]), lanes.spans(lanes.trainer[Trainer.VALIDATE])
@@ -83,10 +77,10 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     _draw_bars(axes, rollouts, IDLE_COLOUR, empty, yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
-    for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
-        axes.fill_between(
-            curve.times - origin, below, above, color=shade, label=f"running, {side.name}{which}", **style
-        )
+    # The hue itself and lighter mixes of it, neighbours well apart.
+    shades = LinearSegmentedColormap.from_list("", [colour, "white"])(np.linspace(0.0, 0.55, settings.replicas))
+    names = [f"running, {side.name}{which}"] * settings.replicas
+    axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=names, **style)
     times, running, in_tools = tools_above(side.run, curve)
     name = "between two turns, in tools" if in_tools.any() else None
     axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, label=name, **style)
@@ -97,11 +91,10 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
 
 
-def _draw_holds(axes: Axes, lanes: Lanes, origin: float, longest: float, full: int) -> None:
-    """Over all that runs: it goes on, but makes no token."""
-    pixel = longest * LEAST_PIXELS / max(1.0, axes.get_window_extent().width)
-    held = [(start, max(length, pixel)) for start, length in _bars(lanes.spans(lanes.held), origin)]
-    _draw_bars(axes, held, HELD_COLOUR, "engines held, weights load", yrange=(0, full), zorder=3)
+def _draw_holds(axes: Axes, lanes: Lanes, origin: float, full: int) -> None:
+    """Over all that runs, which goes on but makes no token; the edge shows holds shorter than a pixel."""
+    bars = _bars(lanes.spans(lanes.held), origin)
+    _draw_bars(axes, bars, HELD_COLOUR, "engines held, weights load", yrange=(0, full), zorder=3, linewidth=0.7)
 
 
 def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
@@ -119,7 +112,8 @@ def _draw_bars(
     axes: Axes, bars: list[Span], colour: str, name: str | None, yrange: tuple[float, float] = (0, 1), **style: Any
 ) -> None:
     """Under ``name`` in the legend, if there are any."""
-    axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, linewidth=0, antialiased=False, **style)
+    style = {"linewidth": 0, "antialiased": False, **style}
+    axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, **style)
 
 
 def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
@@ -129,17 +123,9 @@ def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
 
 def _figures(side: Side) -> str:
     summary = side.summary
-    if side.run.settings.separate:
-        return (
-            f"{side.name}, separate: trainer waits {units.share(summary.trainer_waits)}, engines idle "
-            f"{units.share(summary.engines_idle)}, held {units.share(summary.engines_held)}; "
-            f"slots empty {units.share(summary.bubble_fraction)}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
-        )
     return (
-        f"{side.name}: rollout {units.seconds(summary.rollout_s)}, "
-        f"{units.share(ratio(summary.rollout_s, summary.step_s))} of step time; "
-        f"slots empty {units.share(summary.bubble_fraction)} of rollout; "
-        f"{units.count(summary.decoded_tokens_per_s)} tokens/s"
+        f"{side.name}: slots empty {units.share(summary.bubble_fraction)} of "
+        f"{'the run' if side.run.settings.separate else 'rollout'}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
     )
 
 
@@ -151,35 +137,14 @@ def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.nda
     return times, curve.running.sum(axis=0)[at - 1], gone - returned
 
 
-def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
-    """The hue itself and lighter mixes of it, one a replica, neighbours well apart."""
-    whites = [0.0] if count == 1 else [0.55 * index / (count - 1) for index in range(count)]
-    red, green, blue = to_rgb(colour)
-    return [(red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white) for white in whites]
-
-
-def _label_rounds(axes: Axes, run: RunRecord, longest: float) -> None:
-    """The number of every round above its middle, or of as many as fit."""
-    origin = run.start
-    places: list[float] = []
-    labels: list[str] = []
-    for round_ in run.rounds:
-        middle = (round_.phase.start + round_.phase.end) / 2 - origin
-        if not places or middle - places[-1] >= longest / MAX_ROUND_LABELS:
-            places.append(middle)
-            labels.append(str(round_.step))
+def _label_rounds(axes: Axes, run: RunRecord) -> None:
+    """The number of each round above its middle, or of every few if there are many."""
+    shown = run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]
+    middles = [(each.phase.start + each.phase.end) / 2 - run.start for each in shown]
     top = axes.secondary_xaxis("top")
-    top.set_xticks(places, labels, fontsize=8, color="#555555")
+    top.set_xticks(middles, [str(each.step) for each in shown], fontsize=8, color="#555555")
     top.tick_params(length=2, pad=1, color="#999999")
     top.spines["top"].set_visible(False)
-
-
-def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
-    """Says when the shorter run ended, where the picture leaves room."""
-    if (duration := run.end - run.start) < 0.85 * longest:
-        place = (duration + 0.008 * longest, 0.5)
-        words = f"ends after {units.seconds(duration)}"
-        axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
 
 
 def _draw_legend(figure: Figure) -> None:
