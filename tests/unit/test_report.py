@@ -114,25 +114,10 @@ def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
     assert rows["made by several versions: samples / tokens"] == ["50.0% / 80.0%"]
     assert rows["sigma of lengths, in a batch / in a group"] == ["2 / 0"]
     # noPR has no such samples, and logs none.
-    assert cells(compare([load_run(build_run(tmp_path / "b"))]))["made by several versions: samples / tokens"] == ["-"]
+    assert "made by several versions: samples / tokens" not in cells(compare([load_run(build_run(tmp_path / "b"))]))
 
 
 # -- the table of runs ---------------------------------------------------------------------------------------------------
-
-
-def test_work_of_rollout_pass_and_update_stands_side_by_side_and_mfu_where_verl_knows_the_peak(tmp_path):
-    timers = {"timing_s/step": 10, "timing_s/gen": 4, "timing_s/update_actor": 4, "perf/total_num_tokens": 8000}
-    with_pass = {"timing_s/old_log_prob": 1, "perf/mfu/actor_infer": 0.3, "perf/mfu/actor": 0.1}
-    without = {"timing_s/old_log_prob": 0.5, "perf/mfu/actor": 0.3}
-    run = build_run(tmp_path / "a", metrics={1: timers | with_pass, 2: timers | without})
-    found = summary_of(run)
-    assert found.trainer_tokens_per_s == (8000, 2000)
-    rollout, *trainer = found.mfu
-    assert trainer == pytest.approx([0.3, 0.2])
-    assert rollout == pytest.approx(0.3 * found.decoded_tokens_per_s / 8000)
-    assert summary_of(build_run(tmp_path / "b")).mfu is None
-    v1 = build_run(tmp_path / "c", metrics={1: timers | {"perf/mfu/actor": 0.1}, 2: timers | without})
-    assert summary_of(v1).mfu == (None, None, pytest.approx(0.2))
 
 
 def validated(*sources, at, steps=3):
@@ -356,7 +341,7 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
     assert not any("rollout" in line for line in said)
     assert cells(comparison)["trainer waits for batches"] == ["50.0%", "37.5%", ""]
     rows = cells(compare([run]))
-    assert rows["rollout per 1,000 trained tokens"] == rows["interrupt, mean / p95 / max"] == ["-"]
+    assert not {"rollout per 1,000 trained tokens", "interrupt, mean / p95 / max"} & rows.keys()
     assert rows["wall time per 1,000 trained tokens"] == ["80.0 s"]
     assert rows["a hold, mean / p95 / max"] == ["1.0 s / 1.0 s / 1.0 s"]
     assert not {"engines held", "a hold, mean / p95 / max"} & cells(compare([colocated])).keys()

@@ -13,7 +13,7 @@ from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fract
 from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import lane_shares
-from recipe.partial_rollout.tools.run_record import RunRecord, Step
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
@@ -60,14 +60,13 @@ class Validation:
 
 
 class Figure(cached_property):
-    """A figure of a run, an attribute of its ``Summary``; those with a label stand in the table of figures."""
+    """A figure of a run, an attribute of its ``Summary``; those with a label stand in the table of figures
+    if a run has them."""
 
     label: str
     words: Callable[[Any], str]
     compared: bool
     """Its ratio to the base is a figure too, and stands beside it."""
-    always: bool
-    """Shown even if no run has it."""
 
     @property
     def means(self) -> str:
@@ -75,14 +74,12 @@ class Figure(cached_property):
         return " ".join((self.__doc__ or "").split())
 
 
-def figure(
-    label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False, always: bool = True
-) -> Callable[[Callable[[Any], Any]], Any]:
+def figure(label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False) -> Callable[[Any], Any]:
     """Decorator of a method that computes a figure."""
 
     def made(of: Callable[[Any], Any]) -> Figure:
         found = Figure(of)
-        found.label, found.words, found.compared, found.always = label, words, compared, always
+        found.label, found.words, found.compared = label, words, compared
         return found
 
     return made
@@ -99,18 +96,6 @@ def mean(values: Sequence[float]) -> float | None:
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
-
-
-def _speed(steps: Sequence[Step], timer: str) -> float | None:
-    """Tokens of ``steps`` over the seconds of ``timer``."""
-    tokens = sum(step.metrics.get("perf/total_num_tokens", 0) for step in steps)
-    return ratio(tokens, sum(step.seconds(timer) for step in steps))
-
-
-def _used(steps: Sequence[Step], timer: str, key: str) -> float | None:
-    """verl's MFU ``key`` over the seconds of ``timer``."""
-    used = sum(step.metrics.get(f"perf/mfu/{key}", 0) * step.seconds(timer) for step in steps)
-    return ratio(used, sum(step.seconds(timer) for step in steps))
 
 
 def _length_bias(label: str, at: int) -> Any:
@@ -139,8 +124,6 @@ class Summary:
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self._passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
-        """with a pass over the batch before the update"""
 
     @figure()
     def phases_s(self) -> dict[str, float]:
@@ -236,12 +219,12 @@ class Summary:
         """Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle."""
         return self.lane_shares[1]
 
-    @figure("engines held", units.share, always=False)
+    @figure("engines held", units.share)
     def engines_held(self) -> float | None:
         """Share of that time in which all engines stood still for new weights or a checkpoint (separate placement)."""
         return self.lane_shares[2]
 
-    @figure("a hold, mean / p95 / max", units.spread_s, always=False)
+    @figure("a hold, mean / p95 / max", units.spread_s)
     def hold_s(self) -> Spread | None:
         """From the request to hold all engines for new weights until they go on, loading included (separate placement)."""
         # The first weights are loaded before anything decodes.
@@ -268,24 +251,6 @@ class Summary:
         """Decoded tokens over the seconds of rollout; under separate placement over those of the run."""
         run_s = sum(round_.phase.seconds for round_ in self.run.rounds)
         return ratio(self.decoded_tokens, run_s if self.rollout_s is None else self.rollout_s)
-
-    @figure("tokens/s of the pass, of the update", units.pair)
-    def trainer_tokens_per_s(self) -> tuple[float | None, float | None]:
-        """Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU
-        (v1 logs none), and `update_actor`; several epochs count them once."""
-        return _speed(self._passes, "old_log_prob"), _speed(self.run.steps, "update_actor")
-
-    @figure("MFU of rollout, pass, update", units.shares, always=False)
-    def mfu(self) -> tuple[float | None, ...] | None:
-        """Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, times
-        decoded tokens/s over those of the pass; none under separate placement."""
-        of_pass = _used(self._passes, "old_log_prob", "actor_infer")
-        of_update = _used(self.run.steps, "update_actor", "actor")
-        if not of_update:
-            return None
-        # A decoded token takes what one of the pass does, on the same devices.
-        speed = ratio(ratio(self.decoded_tokens, self.rollout_s), self.trainer_tokens_per_s[0])
-        return None if speed is None or of_pass is None else of_pass * speed, of_pass, of_update
 
     @figure("off-policy tokens", units.share)
     def off_policy_token_fraction(self) -> float | None:

@@ -143,7 +143,7 @@ def _figures(comparison: Comparison) -> Table:
     rows, notes = [], []
     for name, figure in FIGURES.items():
         values = [getattr(side.summary, name) for side in comparison.sides]
-        if figure.label and (figure.always or any(value is not None for value in values)):
+        if figure.label and any(value is not None for value in values):
             ratios = [units.decimal(each.ratios[name]) if figure.compared else "" for each in comparison.others]
             rows.append(_row(figure.label, [[figure.words(value)] for value in values], ratios))
             notes.append(figure.means)

@@ -156,6 +156,6 @@ def _draw_legend(figure: Figure) -> None:
     shades: list[Any] = [tuple(drawn[:: -(-len(drawn) // MAX_SHADES)]) for drawn in by_name.values()]
     handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     figure.legend(
-        shades, list(by_name), handler_map=handler, loc="outside lower center", ncols=min(6, len(shades)),
+        shades, list(by_name), handler_map=handler, loc="outside lower center", ncols=min(5, len(shades)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip
