@@ -45,8 +45,6 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """per token in the contexts of all running samples"""
     prefill_s: _Cost = 0.0
     """per token of a context that is prefilled, for the first time or again"""
-    kv_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """context tokens that fit into the KV cache; None: more than is ever needed"""
 
     def decode_s(self, running: float, context: float) -> float:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
@@ -66,14 +64,14 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 PRESETS = {
-    "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
-    "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
+    "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6),
+    "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6),
 }
 """Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
 
 
 def fit(calls: Collection[EngineCall]) -> EngineCurve:
-    """Fit a curve to the durations of ``calls``: every field but ``kv_tokens``.
+    """Fit a curve to the durations of ``calls``.
 
     Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
     its cores, calls take ten times as long as they should.

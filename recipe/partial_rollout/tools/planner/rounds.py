@@ -116,7 +116,7 @@ class Simulation:
         while not self._manager.round_complete():
             busy = min(self._replicas, key=ReplicaModel.next_end)
             assert busy.next_end() < math.inf, "no sample is in a replica, and the batch is not complete"
-            for sample_id in busy.run_to_event():
+            for sample_id in busy.run_to_end():
                 self._finish(sample_id)
             self._now = busy.clock
             self._manager.admit()
@@ -127,9 +127,7 @@ class Simulation:
         for grant in self._manager.claim(_WORKER):
             if grant.sample_id not in self._live:
                 length = int(grant.row["lengths"][int(grant.sample_id.partition("#")[2])])
-                self._live[grant.sample_id] = Decoding(
-                    grant.sample_id, self._lengths.prompt_tokens, length, grant.order
-                )
+                self._live[grant.sample_id] = Decoding(grant.sample_id, self._lengths.prompt_tokens, length)
             replica = min(self._replicas, key=len)
             replica.advance(self._now)
             replica.add(self._live[grant.sample_id], reads=not (grant.held and self._cluster.keeps_kv))
