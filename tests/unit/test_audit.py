@@ -221,13 +221,6 @@ def test_audit_of_nopr_says_why_there_is_none(tmp_path, capsys):
     assert "a run of noPR has nothing to audit" in capsys.readouterr().err
 
 
-def test_run_directory_of_an_earlier_version_is_refused_in_a_line(tmp_path, capsys):
-    (tmp_path / "run.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "an earlier version of the recipe wrote it" in error and error.count("\n") == 1
-
-
 # -- processes that are killed and resumed -----------------------------------------------------------------------------
 
 

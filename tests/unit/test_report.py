@@ -264,7 +264,7 @@ def test_torn_lines_of_killed_processes_are_left_out(tmp_path):
 def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
     run = load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=4), metrics={3: None, 4: None}))
     assert [step.number for step in run.steps] == [1, 2]
-    assert any("steps 3-4 have a round but no timers" in warning for warning in run.warnings)
+    assert any("2 steps (3 to 4) with a round but no timers" in warning for warning in run.warnings)
     with pytest.raises(RunRecordError, match="no step has both a round"):
         load_run(build_run(tmp_path / "b", metrics={1: None, 2: {"val-core/acc": 0.5}}))
 
@@ -275,7 +275,7 @@ def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
         r["trained"] = [build_group(9, [7, 7])]
     run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
     assert [step.lengths for step in run.steps] == [[100] * 4, [7, 7], [7, 7]]
-    assert any("steps 2-3 were begun again" in warning for warning in run.warnings)
+    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
@@ -78,16 +78,8 @@ def rows_of(files: list[Path]) -> Iterator[Row]:
                 for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
                     yield from batch.to_pylist()
             elif path.suffix == ".json":
-                yield from _list_of(path)
+                yield from msgspec.json.decode(path.read_bytes(), type=list[Row])
             else:
-                with path.open() as lines:
-                    yield from (json.loads(line) for line in lines if line.strip())
-        except (ValueError, OSError) as error:
+                yield from msgspec.json.Decoder(Row).decode_lines(path.read_bytes())
+        except (ValueError, OSError, msgspec.DecodeError) as error:
             raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def _list_of(path: Path) -> list[Row]:
-    found = json.loads(path.read_text())
-    if not isinstance(found, list):
-        raise ValueError("no list of rows")
-    return found

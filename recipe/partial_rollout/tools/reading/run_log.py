@@ -40,8 +40,6 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
         RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
     """
     path, begun = run_dir / NAME, False
-    if not path.exists() and (run_dir / "run.json").exists():
-        raise RunRecordError(f"{run_dir}: an earlier version of the recipe wrote it (run.json); this one reads {NAME}")
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
         begun |= isinstance(event, RunSettings)
         if not begun:
