@@ -170,7 +170,7 @@ WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer
         ("dapo_math17k", {"raw": []}, "no rows"),
         ("gsm8k", {"raw": WITHOUT_MARK}, "a folder with a file of each split (train, test)"),
         ("gsm8k", {"train": WITHOUT_MARK, "test": WITHOUT_MARK}, "row 1 is not in the schema of openai/gsm8k: no ####"),
-        ("aime24", {}, "an existing file or folder"),
+        ("aime24", {}, "or a folder with one of the split train"),
         ("amc23", {"raw": [{"id": 1, "answer": "2"}]}, "row 0 is not in the schema of math-ai/amc23: no 'question'"),
         ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
         ("deepscaler", {"raw": [{"problem": "a", "answer": None}]}, "None where a text or a number is needed"),

@@ -235,8 +235,7 @@ def test_run_is_refused_on_a_device_that_the_machines_check_refuses(build, looks
     found = [Finding("device", "driver 535", "a newer one", stops=True), Finding("attention", "sdpa", "flash-attn")]
     monkeypatch.setattr(machine, "wants_gpu", lambda: True)
     monkeypatch.setattr(machine, "device", lambda: found[0])
-    for name in ("compiler", "shared_memory"):
-        monkeypatch.setattr(machine, name, lambda: found[1])
+    monkeypatch.setattr(machine, "compiler", lambda: found[1])
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     assert problems(build(), None) == ["FAIL  device          driver 535: a newer one"]
     assert not problems(build("platform=cpu"), None)

@@ -213,9 +213,9 @@ def test_calls_of_the_first_step_are_left_out_of_the_fit(tmp_path):
 
 def test_schedules_reports_relative_time_and_length_bias_of_each_schedule(capsys):
     arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--rounds", "4", "--overlaps", "1"]
-    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "0.5"]) == 0
+    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "1"]) == 0
     kept, overtaken = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (kept["overtake"], overtaken["overtake"]) == (0, 0.5)
+    assert (kept["overtake"], overtaken["overtake"]) == (0, 1)
     assert overtaken["first_length"] < kept["first_length"] == 1, "what a limit on overtaking costs in bias"
     assert overtaken["rollout"] < kept["rollout"] < 1
 

@@ -67,12 +67,6 @@ class Step:
         return [length for group in self.round.trained for length in group.lengths]
 
     @property
-    def mixed(self) -> tuple[float, float] | None:
-        """Shares of trained samples, and of their tokens, that several versions made; None: not logged, as under noPR."""
-        samples, tokens = (self.metrics.get(f"partial_rollout/staleness/mixed_{of}") for of in ("samples", "tokens"))
-        return None if samples is None or tokens is None else (samples, tokens)
-
-    @property
     def staleness(self) -> list[int]:
         """[trained sample]"""
         return [age for group in self.round.trained for age in group.staleness]

@@ -32,7 +32,6 @@ _MODULES = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
 )
-_LEAST_SHARED_GIB = 1.0
 
 
 class Finding(NamedTuple):
@@ -65,7 +64,6 @@ def findings() -> Iterator[Finding]:
     else:
         yield Finding("device", "CPU" if cpu_requested() else "no GPU: nvidia-smi is not found")
     yield flash_attention()
-    yield shared_memory()
 
 
 def wants_gpu() -> bool:
@@ -145,13 +143,6 @@ def flash_attention() -> Finding:
     return Finding("attention", f"{packed_attention.NAME}: {problem}", remedy)
 
 
-def shared_memory() -> Finding:
-    """Whether Ray's object store and NCCL have room in ``/dev/shm``."""
-    total = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
-    remedy = "" if total >= _LEAST_SHARED_GIB else "docker run --ipc=host, or --shm-size=16g"
-    return Finding("shared memory", f"{total:.1f} GiB in /dev/shm", remedy, stops=bool(remedy) and wants_gpu())
-
-
 # -- what a run needs of it ----------------------------------------------------------------------------------------------
 
 
@@ -178,7 +169,7 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
         return
     if trainer.device == "cuda" and wants_gpu():
-        yield from (found for found in (device(), compiler(), shared_memory()) if found.stops)
+        yield from (found for found in (device(), compiler()) if found.stops)
     cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1
     try:
         check_cluster(config, {"CPU": cpus, "GPU": math.inf})

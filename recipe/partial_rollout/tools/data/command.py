@@ -48,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise DataError(f"--from={options.place}: one NAME, not {' '.join(options.names)}")
         if options.place and MADE in options.names:
             raise DataError(f"--from={options.place}: not with {MADE}, whose problems are made here")
-        if options.place and not options.place.exists():
-            raise DataError(f"--from={options.place}: an existing file or folder")
         rows = [
             row
             for name in options.names

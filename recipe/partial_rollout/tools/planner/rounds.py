@@ -44,7 +44,7 @@ class Simulation:
     Args:
         settings: mode, sizes and scheduling are played; dynamic sampling is not.
         lengths: response lengths by group.
-        seed: for drawing groups from ``lengths``; None: they come in order, over and over.
+        seed: of the order in which the groups of ``lengths`` come, over and over; None: as they are.
         groups: number of groups in the data; None: endless.
 
     Raises:
@@ -64,7 +64,8 @@ class Simulation:
             raise ValueError(f"lengths are of groups of {n}, rollout.n is {settings.samples_per_group}")
         self._cluster = cluster
         self._lengths = lengths
-        self._order = itertools.cycle(range(len(lengths.groups))) if seed is None else lengths.draw(seed)
+        count = len(lengths.groups)
+        self._order = itertools.cycle(range(count) if seed is None else np.random.default_rng(seed).permutation(count))
         self._groups = math.inf if groups is None else groups
         self.dispatched: list[np.ndarray] = []
         """lengths of the groups offered, in order; int [n] each"""

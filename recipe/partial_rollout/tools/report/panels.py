@@ -6,6 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -110,7 +111,7 @@ def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: st
     if len(values) <= MARKED_STEPS:
         axes.plot(steps, values, color=colour, label=label, linewidth=1.8, marker=marker, markersize=4)
         return
-    half = len(values) // SMOOTHED_SHARE // 2
-    smooth = [values[max(0, at - half) : at + half + 1].mean() for at in range(len(values))]
+    width = 2 * (len(values) // SMOOTHED_SHARE // 2) + 1
+    smooth = pd.Series(values).rolling(width, center=True, min_periods=1).mean()
     axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smooth, color=colour, linewidth=2, label=f"{label} (mean of {2 * half + 1} steps)")
+    axes.plot(steps, smooth, color=colour, linewidth=2, label=f"{label} (mean of {width} steps)")

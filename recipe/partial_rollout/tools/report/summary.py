@@ -276,7 +276,9 @@ class Summary:
     @figure("made by several versions: samples / tokens", units.shares)
     def mixed(self) -> tuple[float, float] | None:
         """Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps."""
-        return _mean_pair([shares for step in self.run.steps if (shares := step.mixed)])
+        samples, tokens = (f"partial_rollout/staleness/mixed_{of}" for of in ("samples", "tokens"))
+        metrics = [step.metrics for step in self.run.steps]
+        return _mean_pair([(each[samples], each[tokens]) for each in metrics if samples in each and tokens in each])
 
     length_bias_step_1 = _length_bias("trained / dispatched length, step 1", 0)
     length_bias_steps_1_to_5 = _length_bias("trained / dispatched length, steps 1-5", 4)

@@ -8,9 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
 
-from recipe.partial_rollout.records.figures import RunningCurve, running_curve
+from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
@@ -20,9 +19,9 @@ from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
-MAX_ROUND_LABELS, MAX_SHADES = 26, 6
+MAX_ROUND_LABELS = 26
 IDLE_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
-HELD_COLOUR, TOOLS_COLOUR = "#1A1A1A", "#E377C2"
+HELD_COLOUR = "#1A1A1A"
 TRAINER_COLOURS = {
     Trainer.WAIT: IDLE_COLOUR,
     Trainer.TRAIN: "#A8A8A8",
@@ -79,11 +78,8 @@ def _draw_side(axes: Axes, side: Side, colour: str) -> None:
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
     # The hue itself and lighter mixes of it, neighbours well apart.
     shades = LinearSegmentedColormap.from_list("", [colour, "white"])(np.linspace(0.0, 0.55, settings.replicas))
-    names = [f"running, {side.name}{which}"] * settings.replicas
-    axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=names, **style)
-    times, running, in_tools = tools_above(side.run, curve)
-    name = "between two turns, in tools" if in_tools.any() else None
-    axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, label=name, **style)
+    labels = [f"running, {side.name}{which}"]
+    axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=labels, **style)
     line = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
     axes.plot([0, side.run.end - side.run.start], [full, full], label=f"full: {full}", **line)
     axes.set_ylabel("running samples")
@@ -129,14 +125,6 @@ def _figures(side: Side) -> str:
     )
 
 
-def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[point] moments (unix seconds), running samples, and those that are between two turns; steps, as ``RunningCurve``."""
-    _, left, back = run.calls.between_turns()
-    times = np.unique(np.concatenate([curve.times, left, back]))
-    at, gone, returned = (np.searchsorted(np.sort(each), times, side="right") for each in (curve.times, left, back))
-    return times, curve.running.sum(axis=0)[at - 1], gone - returned
-
-
 def _label_rounds(axes: Axes, run: RunRecord) -> None:
     """The number of each round above its middle, or of every few if there are many."""
     shown = run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]
@@ -148,14 +136,12 @@ def _label_rounds(axes: Axes, run: RunRecord) -> None:
 
 
 def _draw_legend(figure: Figure) -> None:
-    """What is drawn by name, once: of many shades of one name a few."""
-    by_name: dict[str, list[Any]] = {}
+    """What is drawn by name, once."""
+    by_name: dict[str, Any] = {}
     for axes in figure.axes:
         for drawn, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            by_name.setdefault(name, []).append(drawn)
-    shades: list[Any] = [tuple(drawn[:: -(-len(drawn) // MAX_SHADES)]) for drawn in by_name.values()]
-    handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+            by_name.setdefault(name, drawn)
     figure.legend(
-        shades, list(by_name), handler_map=handler, loc="outside lower center", ncols=min(5, len(shades)),
+        list(by_name.values()), list(by_name), loc="outside lower center", ncols=min(5, len(by_name)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip
