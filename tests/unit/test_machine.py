@@ -59,11 +59,10 @@ def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_pat
     assert str(machine.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
 
 
-def test_cpu_builds_on_a_gpu_machine_are_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
-    monkeypatch.setattr(machine, "installed_pair", lambda: CPU_PAIR)
-    assert str(machine.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
-    monkeypatch.setattr(machine, "installed_pair", lambda: GPU_PAIR)
-    assert not machine.versions().stops and not machine.versions().remedy
+def test_cpu_build_on_a_gpu_machine_is_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
+    assert machine.wants_gpu()
+    if torch.version.cuda is None:
+        assert "sees no GPU: AssertionError: Torch not compiled with CUDA enabled" in str(machine.device())
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert not machine.wants_gpu()
 

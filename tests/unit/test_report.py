@@ -74,7 +74,7 @@ def test_figures_of_a_rollout_are_those_worked_out_by_hand(tmp_path):
     path = build_run(tmp_path / "a", rounds=rounds)
     summary = summary_of(path)
     assert summary.bubble_fraction == pytest.approx(1 - 25 / 40)
-    assert (summary.decoded_tokens, summary.rollout_s, summary.train_s) == (250, 10, 10)
+    assert (summary.decoded_tokens, summary.rollout_s, summary.step_s) == (250, 10, 20)
     assert summary.interrupt_s.mean == 0.5 and summary_of(build_run(tmp_path / "b")).interrupt_s is None
     assert (summary.staleness.mean, summary.staleness.max) == (1.5, 3)
     assert (summary.segments_per_sample.mean, summary.segments_per_sample.max) == (1.5, 2)
@@ -218,9 +218,8 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
         assert contrast.ratios[name] == pytest.approx(4 / 3), name
     assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
     assert cautions(comparison)[0] == (
-        "The work differs: 2 prompts only noPR trained, e.g. '2' of epoch 0; "
-        "1 prompts only PR trained, e.g. '0' of epoch 0; "
-        "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times"
+        "The work differs: noPR trained 2 prompts that PR did not, or more often, e.g. '2' of epoch 0; "
+        "PR trained 1 prompts that noPR did not, or more often, e.g. '0' of epoch 0"
     )
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 

@@ -270,19 +270,12 @@ class Audit:
         """The largest of a trained sample, in versions."""
         return max((entry.staleness for entry in self.entries), default=0)
 
-    @property
-    def end(self) -> str:
-        """How far the training has come."""
-        if not self.complete:
-            return "not complete"
-        return "complete: the data could not fill another batch" if self.exhausted else "complete"
-
     def table(self) -> str:
         """The figures, one a line."""
-        sizes = self.sizes
+        sizes, ended = self.sizes, ": the data could not fill another batch" if self.exhausted else ""
         rows = {
             "arm": sizes.arm,
-            "training": self.end,
+            "training": "not complete" if not self.complete else f"complete{ended}",
             "steps": max((entry.step for entry in self.entries), default=0),
             "prompts trained": f"{len(self.trained)} of {sizes.total}",
             "prompts filtered": len(self.filtered),

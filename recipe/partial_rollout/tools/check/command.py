@@ -1,4 +1,4 @@
-"""Check whether a run can start: this machine; or, with a run's overrides, all that the run checks before Ray starts.
+"""Check whether a run can start: ``check`` this machine; a run's ``--check`` all that it checks before Ray starts.
 
 Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine lack something.
 """
@@ -6,7 +6,6 @@ Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,13 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout import preflight
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
-    Mode,
     PartialRolloutConfig,
     engine_devices,
     trainer_devices,
     verls_own,
 )
-from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
@@ -35,25 +32,14 @@ WRONG, MISSING = 2, 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line a finding, of this machine or of a run; the exit code of the module docstring."""
-    parser = Parser(
+    """Print a line a finding of this machine; the exit code of the module docstring."""
+    Parser(
         typed("check"),
-        "Say whether a run can start, and what it lacks.",
-        ["", "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr"],
-        "Without arguments: this machine, in half a minute. With a run's overrides: its settings and inputs, its plan, "
-        "memory of a device. Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine "
-        "lack something.",
-    )
-    parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")
-    given = parser.parse_args(arguments)
-    if given.config_name or given.overrides:
-        from recipe.partial_rollout import main_ppo
-
-        name = [f"--config-name={given.config_name}"] if given.config_name else []
-        sys.argv[1:] = [main_ppo.CHECK, *name, *given.overrides]
-        main_ppo.main()
-        return 0
+        "Say what this machine lacks for a run.",
+        [""],
+        "It takes half a minute. Exit code: 0, or 3 if no run can start. For a run's settings and inputs, its plan, and "
+        "memory of a device: its command with --check.",
+    ).parse_args(arguments)
     # vLLM reads it when it is imported; its log would stand between the lines.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return told(machine.findings())
@@ -120,8 +106,6 @@ def plan(
     yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
     if checked.datasets:
         yield Finding("prompts", _prompts(config, checked))
-    samples = _in_flight(config, settings)
-    yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
         if taken:
             yield Finding(name, in_words(taken, config.recipe.gpu_gib))
@@ -154,13 +138,3 @@ def _devices(config: DictConfig, replicas: int) -> str:
         return f"{theirs}; {replicas} engine replicas"
     engines = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas} engine replicas"
     return f"{theirs} for the trainer, {engines}; weights by {rollout.checkpoint_engine.backend}"
-
-
-def _in_flight(config: DictConfig, settings: PartialRolloutConfig) -> int:
-    """Samples at once, at most."""
-    samples = settings.batch_samples
-    if settings.enable and settings.mode is not Mode.SSIM:
-        return max(samples, Admission(settings).most_per_version() * settings.samples_per_group)
-    if config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
-        samples += int(samples * config.trainer.v1.colocate_async.num_warmup_batches)
-    return samples

@@ -80,22 +80,16 @@ class Other(Side):
 
     @cached_property
     def differences(self) -> list[str]:
-        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
-        sides = self.base, self
-        theirs, mine = (Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in sides)
-        found = [
-            f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}"
-            for side, extra in zip(sides, (theirs - mine, mine - theirs), strict=True)
+        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, as often."""
+        theirs, mine = (
+            Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (self.base, self)
+        )
+        return [
+            f"{side.name} trained {extra.total():,} prompts that {than.name} did not, or more often, e.g. "
+            f"{_prompt(min(extra))}"
+            for side, than, extra in ((self.base, self, theirs - mine), (self, self.base, mine - theirs))
             if extra
         ]
-        for side, count in zip(sides, (theirs, mine), strict=True):
-            if repeats := {key: times for key, times in count.items() if times > 1}:
-                example = min(repeats)
-                found.append(
-                    f"{side.name} trained {len(repeats):,} prompts more than once in an epoch, "
-                    f"e.g. {_prompt(example)} {repeats[example]} times"
-                )
-        return found
 
 
 @dataclass(frozen=True, slots=True)

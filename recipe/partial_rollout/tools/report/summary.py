@@ -19,7 +19,7 @@ REWARD_STEPS = 3
 """The first and last reward are means over this many steps."""
 PHASES = {
     "gen": (
-        "rollout",
+        "rollout (separate: wait)",
         "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
         "for the batch.",
     ),
@@ -138,11 +138,6 @@ class Summary:
         return None if self.run.settings.separate else self.phases_s["gen"]
 
     @figure(compared=True)
-    def train_s(self) -> float:
-        """Under separate placement what is left of the steps without the wait for the batch."""
-        return self.step_s - self.phases_s["gen"]
-
-    @figure(compared=True)
     def step_s(self) -> float:
         return self.phases_s["step"]
 
@@ -235,11 +230,6 @@ class Summary:
     def rollout_s_per_trained_token(self) -> float | None:
         """Seconds of rollout for equal work; none under separate placement, where all of the run is rollout."""
         return ratio(self.rollout_s, self.trained_tokens)
-
-    @figure("training per 1,000 trained tokens", units.kilo_seconds, compared=True)
-    def train_s_per_trained_token(self) -> float | None:
-        """Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work."""
-        return ratio(self.train_s, self.trained_tokens)
 
     @figure("step per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
@@ -128,15 +129,15 @@ def _validations(comparison: Comparison) -> list[Table]:
     return [Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)]
 
 
-def _row(label: str, cells: Iterable[Sequence[str]], against: Iterable[str]) -> list[str]:
-    """A label, the base's cells, and those of each other run with its ratio to the base."""
+def _row(label: str, cells: Sequence[str], against: Iterable[str]) -> list[str]:
+    """A label, the base's cell, and that of each other run with its ratio to the base."""
     base, *others = cells
-    return [label, *base, *(cell for mine, ratio in zip(others, against, strict=True) for cell in (*mine, ratio))]
+    return [label, base, *chain.from_iterable(zip(others, against, strict=True))]
 
 
-def _header(comparison: Comparison, *after_value: str) -> list[str]:
+def _header(comparison: Comparison) -> list[str]:
     names = [side.name for side in comparison.sides]
-    return _row("", [(name, *after_value) for name in names], [f"{name} / {names[0]}" for name in names[1:]])
+    return _row("", names, [f"{name} / {names[0]}" for name in names[1:]])
 
 
 def _figures(comparison: Comparison) -> Table:
@@ -145,7 +146,7 @@ def _figures(comparison: Comparison) -> Table:
         values = [getattr(side.summary, name) for side in comparison.sides]
         if figure.label and any(value is not None for value in values):
             ratios = [units.decimal(each.ratios[name]) if figure.compared else "" for each in comparison.others]
-            rows.append(_row(figure.label, [[figure.words(value)] for value in values], ratios))
+            rows.append(_row(figure.label, list(map(figure.words, values)), ratios))
             notes.append(figure.means)
     return Table("Figures", _header(comparison), rows, notes)
 
@@ -153,19 +154,12 @@ def _figures(comparison: Comparison) -> Table:
 def _phases(comparison: Comparison) -> Table:
     rows, notes = [], []
     for name, (label, means) in PHASES.items():
-        base, *others = (side.summary.phases_s[name] for side in comparison.sides)
-        if any((base, *others)):
-            waits = " (separate: wait)" if name == "gen" and comparison.separate else ""
-            cells = [_share_of_step(name, side) for side in comparison.sides]
-            rows.append(_row(label + waits, cells, [units.decimal(ratio(each, base)) for each in others]))
+        spent = [side.summary.phases_s[name] for side in comparison.sides]
+        if any(spent):
+            ratios = [units.decimal(ratio(each, spent[0])) for each in spent[1:]]
+            rows.append(_row(label, list(map(units.seconds, spent)), ratios))
             notes.append(means)
-    return Table("Time per phase, whole run", _header(comparison, "of step"), rows, notes)
-
-
-def _share_of_step(name: str, side: Side) -> tuple[str, str]:
-    seconds = side.summary.phases_s[name]
-    part = name not in ("testing", "step")
-    return units.seconds(seconds), units.share(ratio(seconds, side.summary.step_s)) if part else ""
+    return Table("Time per phase, whole run", _header(comparison), rows, notes)
 
 
 def _settings(comparison: Comparison) -> Table:

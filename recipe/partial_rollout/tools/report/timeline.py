@@ -20,14 +20,13 @@ from recipe.partial_rollout.tools.run_record import RunRecord
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
 MAX_ROUND_LABELS = 26
-IDLE_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
-HELD_COLOUR = "#1A1A1A"
+IDLE_COLOUR, HELD_COLOUR = "#FBF3D0", "#1A1A1A"
 TRAINER_COLOURS = {
     Trainer.WAIT: IDLE_COLOUR,
     Trainer.TRAIN: "#A8A8A8",
     Trainer.STAGE: "#7FB08A",
     Trainer.LOAD: HELD_COLOUR,
-    Trainer.VALIDATE: VALIDATE_COLOUR,
+    Trainer.VALIDATE: "#C9B8D8",
 }
 
 Span = tuple[float, float]
@@ -35,25 +34,20 @@ Span = tuple[float, float]
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    """A panel a run; below that of a run with separate placement the trainer's lane."""
+    """A panel a run, and below it the trainer's lane."""
     sides = comparison.sides
-    heights = [h for side in sides for h in (PANEL_HEIGHT, *([LANE_HEIGHT] if side.run.settings.separate else []))]
+    heights = [PANEL_HEIGHT, LANE_HEIGHT] * len(sides)
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    longest = max(side.run.end - side.run.start for side in sides)
-    places, panels = iter(rows), []
-    for index, side in enumerate(sides):
-        panels.append(axes := next(places))
-        _draw_side(axes, side, hue(index))
-        _label_rounds(axes, side.run)
-        if side.run.settings.separate:
-            lanes, origin = lanes_of(side.run), side.run.start
-            _draw_holds(axes, lanes, origin, side.run.settings.full_concurrency)
-            _draw_trainer(next(places), lanes, origin)
+    panels = rows[::2]
+    for index, (side, panel, lane) in enumerate(zip(sides, panels, rows[1::2], strict=True)):
+        lanes = lanes_of(side.run)
+        _draw_engines(panel, side, lanes, hue(index))
+        _draw_trainer(lane, lanes, side.run.start)
     tallest = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(0, tallest)
-    rows[0].set_xlim(0, longest * 1.005)
+    rows[0].set_xlim(0, 1.005 * max(side.run.end - side.run.start for side in sides))
     lower = rows[-1]
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
@@ -62,35 +56,29 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_side(axes: Axes, side: Side, colour: str) -> None:
+def _draw_engines(axes: Axes, side: Side, lanes: Lanes, colour: str) -> None:
     settings, origin = side.run.settings, side.run.start
-    full, lanes = settings.full_concurrency, lanes_of(side.run)
+    full = settings.full_concurrency
     curve = running_curve(RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls), settings.replicas)
-    if not settings.separate:
-        at = axes.get_xaxis_transform()
-        training, validation = lanes.spans(~lanes.trainer[Trainer.WAIT]), lanes.spans(lanes.trainer[Trainer.VALIDATE])
-        _draw_bars(axes, _bars(training, origin), TRAIN_COLOUR, "training (between rounds)", zorder=0, transform=at)
-        _draw_bars(axes, _bars(validation, origin), VALIDATE_COLOUR, str(Trainer.VALIDATE), zorder=0, transform=at)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
-    empty = "slots empty, trainer waits" if settings.separate else "rollout, slots empty"
-    _draw_bars(axes, rollouts, IDLE_COLOUR, empty, yrange=(0, full), zorder=0)
+    _draw_bars(axes, rollouts, IDLE_COLOUR, "slots empty; trainer waits", yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
     # The hue itself and lighter mixes of it, neighbours well apart.
     shades = LinearSegmentedColormap.from_list("", [colour, "white"])(np.linspace(0.0, 0.55, settings.replicas))
     labels = [f"running, {side.name}{which}"]
     axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=labels, **style)
+    # The edge shows holds that are shorter than a pixel.
+    _draw_bars(
+        axes, _bars(lanes.spans(lanes.held), origin), HELD_COLOUR, "engines held, weights load", (0, full),
+        zorder=3, linewidth=0.7,
+    )  # fmt: skip
     line = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
     axes.plot([0, side.run.end - side.run.start], [full, full], label=f"full: {full}", **line)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
-
-
-def _draw_holds(axes: Axes, lanes: Lanes, origin: float, full: int) -> None:
-    """Over all that runs, which goes on but makes no token; the edge shows holds shorter than a pixel."""
-    bars = _bars(lanes.spans(lanes.held), origin)
-    _draw_bars(axes, bars, HELD_COLOUR, "engines held, weights load", yrange=(0, full), zorder=3, linewidth=0.7)
+    _label_rounds(axes, side.run)
 
 
 def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
