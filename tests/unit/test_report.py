@@ -19,7 +19,7 @@ from recipe.partial_rollout.tools.report.panels import PANELS
 from recipe.partial_rollout.tools.report.summary import Summary
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, default_rounds, halves, separate_run
+from tests.unit.runs import begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
@@ -54,8 +54,8 @@ def in_turns(path):
     return separate_run(path, rounds=rounds, phases=phases, placement="colocated", arm="noPR")
 
 
-def after_zero(spans):
-    return [(start - ZERO, end - ZERO) for start, end in spans]
+def spans(bars):
+    return [(start, start + length) for start, length in bars]
 
 
 def cells(comparison):
@@ -273,7 +273,7 @@ def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
     for r in again:
         r["trained"] = [build_group(9, [7, 7])]
     run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
-    assert [step.lengths for step in run.steps] == [[100] * 4, [7, 7], [7, 7]]
+    assert [group.lengths for group in run.trained_groups] == [[100, 100], [100, 100], [7, 7], [7, 7]]
     assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
 
 
@@ -304,11 +304,11 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_cut(spans):
 def test_each_lane_is_in_one_state_at_a_time(run):
     lanes = lanes_of(run)
     assert sum(state.astype(int) for state in lanes.trainer.values()).max() == 1
-    spans = {state: after_zero(lanes.spans(at)) for state, at in lanes.trainer.items()}
-    assert spans[Trainer.TRAIN] == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
-    assert spans[Trainer.STAGE] == [(16, 18), (28, 30)]
-    assert after_zero(lanes.spans(lanes.held)) == spans[Trainer.LOAD] == [(18, 19), (30, 31)]
-    assert after_zero(lanes.spans(lanes.decoding[1])) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
+    trainer = {state: spans(lanes.bars(at)) for state, at in lanes.trainer.items()}
+    assert trainer[Trainer.TRAIN] == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
+    assert trainer[Trainer.STAGE] == [(16, 18), (28, 30)]
+    assert spans(lanes.bars(lanes.held)) == trainer[Trainer.LOAD] == [(18, 19), (30, 31)]
+    assert spans(lanes.bars(lanes.decoding[1])) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
 
 
 # -- separate placement: figures, sentences and pictures -----------------------------------------------------------------

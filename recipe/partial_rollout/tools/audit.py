@@ -150,6 +150,8 @@ class Audit:
         self._consumed = self.trained | self.filtered
         self._unseen = len(self.unlogged) * (self.offered if sizes.filters else sizes.batch_groups)
         """prompts that unlogged steps may have consumed"""
+        self.max_staleness = max((entry.staleness for entry in self.entries), default=0)
+        """the largest of a trained sample, in versions"""
         self.lost = self.repeated = 0
         self.violations = [
             f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
@@ -264,11 +266,6 @@ class Audit:
         return position_of(prompt)[1] < self.sizes.epoch_prompts and self._place(prompt) < self.offered
 
     # -- figures -----------------------------------------------------------------------------------------------------
-
-    @property
-    def max_staleness(self) -> int:
-        """The largest of a trained sample, in versions."""
-        return max((entry.staleness for entry in self.entries), default=0)
 
     def table(self) -> str:
         """The figures, one a line."""

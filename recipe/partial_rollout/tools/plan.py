@@ -26,6 +26,7 @@ from recipe.partial_rollout.tools.plan_table import Option, advice, plan_table
 from recipe.partial_rollout.tools.planner.engine_curve import PRESETS, Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.rounds import baseline, forecast
+from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 
 
@@ -167,7 +168,8 @@ def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, st
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
     # The engine compiles in the first round.
-    return fit(record.calls_after_first_step), f"fitted to the engine calls of {record.directory}"
+    calls = CallColumns.joined(step.round.phase.calls for step in record.later_steps)
+    return fit(calls), f"fitted to the engine calls of {record.directory}"
 
 
 def seconds_outside_rollout(record: RunRecord | None) -> float | None:

@@ -62,11 +62,6 @@ class Step:
         return self.metrics.get(f"timing_s/{phase}", 0.0)
 
     @property
-    def lengths(self) -> list[int]:
-        """[trained sample]"""
-        return [length for group in self.round.trained for length in group.lengths]
-
-    @property
     def staleness(self) -> list[int]:
         """[trained sample]"""
         return [age for group in self.round.trained for age in group.staleness]
@@ -107,10 +102,6 @@ class RunRecord:
     def later_steps(self) -> list[Step]:
         """Steps without the first, in which the engine compiles; all if there is one only."""
         return self.steps[1:] or self.steps
-
-    @property
-    def calls_after_first_step(self) -> CallColumns:
-        return CallColumns.joined(step.round.phase.calls for step in self.later_steps)
 
     @property
     def calls(self) -> CallColumns:

@@ -49,11 +49,6 @@ class Finding(NamedTuple):
         return f"{sign:<5} {self.name:<16}{self.said}{f': {self.remedy}' if self.remedy else ''}"
 
 
-def missing(error: ConfigError) -> Finding:
-    """An input that is not there."""
-    return Finding("missing", str(error), stops=True)
-
-
 def findings() -> Iterator[Finding]:
     """All of this machine."""
     yield versions()
@@ -81,14 +76,10 @@ def stack() -> Finding:
     """Whether all of it imports, fits together, and is of this distribution."""
     problem = failure()
     if problem is not None:
-        return Finding("stack", problem, _reinstall(), stops=True)
+        return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
 
     return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
-
-
-def _reinstall() -> str:
-    return INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh"
 
 
 def failure() -> str | None:
@@ -148,12 +139,6 @@ def checkpoints_at_once(config: DictConfig) -> int:
     return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
 
 
-def free_disk_gib(directory: Path) -> float:
-    """Space that is left where ``directory`` is, or will be."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free / GIB
-
-
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     """What this machine lacks for a run, if it is the one that will train.
 
@@ -171,11 +156,13 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     try:
         check_cluster(config, {"CPU": cpus, "GPU": math.inf})
     except ConfigError as error:
-        yield missing(error)
+        yield Finding("missing", str(error), stops=True)
     if trainer.save_freq <= 0 or size is None:
         return
     directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, size)
-    count, free = checkpoints_at_once(config), free_disk_gib(directory)
+    count = checkpoints_at_once(config)
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / GIB
     if free < each * count:
         said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
         remedy = f"{each * count:.0f} GiB for {count} checkpoints of {each:.1f} GiB (trainer.max_actor_ckpt_to_keep)"

@@ -44,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
     options = _parser().parse_args(arguments)
     try:
-        if options.place and len(options.names) > 1:
-            raise DataError(f"--from={options.place}: one NAME, not {' '.join(options.names)}")
-        if options.place and MADE in options.names:
-            raise DataError(f"--from={options.place}: not with {MADE}, whose problems are made here")
+        if options.place and (len(options.names) > 1 or MADE in options.names):
+            raise DataError(f"--from={options.place}: of one NAME, whose problems are not made here as {MADE}'s are")
         rows = [
             row
             for name in options.names

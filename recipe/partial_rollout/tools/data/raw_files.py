@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
+
+from recipe.partial_rollout.waits import one_line
 
 Row = dict[str, Any]
 
@@ -31,10 +32,8 @@ def download(repository: str, pattern: str) -> Path:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=pattern))
     except Exception as error:
         # The client raises what its transport raises: a download that failed is the user's to mend, whatever the cause.
-        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}"
         raise DataError(
-            f"{repository} cannot be downloaded ({why}): on a machine that reaches the hub, "
+            f"{repository} cannot be downloaded ({one_line(error)}): on a machine that reaches the hub, "
             f"`hf download {repository} --repo-type dataset --local-dir DIR`, then --from DIR here"
         ) from error
 

@@ -18,7 +18,6 @@ from recipe.partial_rollout.training.step_log import PolicyDrift
 
 PARTS = 4
 """of a run, over which the range of a ratio is taken"""
-COMPARED = [name for name, figure in FIGURES.items() if figure.compared]
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -58,7 +57,8 @@ class Other(Side):
     def ratios(self) -> dict[str, float | None]:
         """Its figure over the base's, by the figure's name."""
         mine, theirs = self.summary, self.base.summary
-        found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in COMPARED}
+        compared = [name for name, figure in FIGURES.items() if figure.compared]
+        found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in compared}
         if (theirs.rollout_s is None) is not (mine.rollout_s is None):
             # One is per second of rollout, the other per second of the run.
             found["decoded_tokens_per_s"] = None

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from recipe.partial_rollout.tools.report.comparison import Comparison
-from recipe.partial_rollout.tools.report.picture import DPI, hue, mark
+from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.report.summary import Summary
 
 MARKED_STEPS = 40
@@ -65,7 +65,7 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
 
 def _draw_lengths(axes: Axes, comparison: Comparison) -> None:
     """How the lengths of all trained responses are distributed, an outline a run."""
-    lengths = [[length for step in side.run.steps for length in step.lengths] for side in comparison.sides]
+    lengths = [[length for group in side.run.trained_groups for length in group.lengths] for side in comparison.sides]
     edges = np.histogram_bin_edges(np.concatenate(lengths), LENGTH_BINS)
     for index, of_run in enumerate(lengths):
         shares = np.histogram(of_run, edges)[0] / max(1, len(of_run))
@@ -94,7 +94,7 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[lis
             if thin:
                 axes.plot(steps, values, color=hue(index), linewidth=1, alpha=0.55, drawstyle="steps-mid")
             else:
-                _draw_series(axes, steps, values, label=side.name, colour=hue(index), marker=mark(index))
+                _draw_series(axes, steps, values, label=side.name, colour=hue(index))
                 drawn |= len(values) > 0
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _plain(axes)
@@ -107,9 +107,9 @@ def _draw_panel(axes: Axes, panel: Panel, comparison: Comparison, runs: list[lis
         axes.set_ylim(-0.02 * top, top)
 
 
-def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, colour: str, marker: str) -> None:
+def _draw_series(axes: Axes, steps: np.ndarray, values: np.ndarray, *, label: str, colour: str) -> None:
     if len(values) <= MARKED_STEPS:
-        axes.plot(steps, values, color=colour, label=label, linewidth=1.8, marker=marker, markersize=4)
+        axes.plot(steps, values, color=colour, label=label, linewidth=1.8, marker="o", markersize=4)
         return
     width = 2 * (len(values) // SMOOTHED_SHARE // 2) + 1
     smooth = pd.Series(values).rolling(width, center=True, min_periods=1).mean()

@@ -16,7 +16,7 @@ from recipe.partial_rollout.tools.report.lanes import lane_shares
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 REWARD_STEPS = 3
-"""The first and last reward are means over this many steps."""
+"""The last reward is a mean over this many steps."""
 PHASES = {
     "gen": (
         "rollout (separate: wait)",
@@ -108,15 +108,6 @@ def _length_bias(label: str, at: int) -> Any:
         return steps[at].metrics.get(LENGTH_BIAS) if at < len(steps) else None
 
     return figure(label, units.decimal)(of)
-
-
-def _reward(label: str, steps: slice) -> Any:
-    def of(self: Summary) -> float | None:
-        """Mean reward of the trained samples."""
-        key = "critic/score/mean"
-        return mean([step.metrics[key] for step in self.run.steps[steps] if key in step.metrics])
-
-    return figure(label, units.precise)(of)
 
 
 class Summary:
@@ -255,7 +246,7 @@ class Summary:
     @figure("mean trained length", units.count, compared=True)
     def mean_trained_length(self) -> float | None:
         """Response tokens of a trained sample; with tools, theirs included."""
-        return mean([length for step in self.run.steps for length in step.lengths])
+        return mean([length for group in self.run.trained_groups for length in group.lengths])
 
     @figure("sigma of lengths, in a batch / in a group", units.pair)
     def length_sigma(self) -> tuple[float, float] | None:
@@ -273,8 +264,12 @@ class Summary:
     length_bias_step_1 = _length_bias("trained / dispatched length, step 1", 0)
     length_bias_steps_1_to_5 = _length_bias("trained / dispatched length, steps 1-5", 4)
     length_bias = _length_bias("trained / dispatched length, run", -1)
-    reward_first = _reward("reward, first 3 steps", slice(REWARD_STEPS))
-    reward_last = _reward("reward, last 3 steps", slice(-REWARD_STEPS, None))
+
+    @figure(f"reward, last {REWARD_STEPS} steps", units.precise)
+    def reward_last(self) -> float | None:
+        """Mean reward of the trained samples."""
+        last = [step.metrics for step in self.run.steps[-REWARD_STEPS:]]
+        return mean([metrics["critic/score/mean"] for metrics in last if "critic/score/mean" in metrics])
 
     @figure("interrupt, mean / p95 / max", units.spread_s)
     def interrupt_s(self) -> Spread | None:

@@ -1,6 +1,5 @@
 """`timeline.png`: what every replica ran at each moment, one run below the other on one time axis."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
+from recipe.partial_rollout.tools.report.lanes import Bars, Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.run_record import RunRecord
 
@@ -29,9 +28,6 @@ TRAINER_COLOURS = {
     Trainer.VALIDATE: "#C9B8D8",
 }
 
-Span = tuple[float, float]
-"""Start and length, in seconds from the first round's start."""
-
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     """A panel a run, and below it the trainer's lane."""
@@ -43,7 +39,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     for index, (side, panel, lane) in enumerate(zip(sides, panels, rows[1::2], strict=True)):
         lanes = lanes_of(side.run)
         _draw_engines(panel, side, lanes, hue(index))
-        _draw_trainer(lane, lanes, side.run.start)
+        _draw_trainer(lane, lanes)
     tallest = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(0, tallest)
@@ -61,7 +57,7 @@ def _draw_engines(axes: Axes, side: Side, lanes: Lanes, colour: str) -> None:
     full = settings.full_concurrency
     curve = running_curve(RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls), settings.replicas)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
-    _draw_bars(axes, rollouts, IDLE_COLOUR, "slots empty; trainer waits", yrange=(0, full), zorder=0)
+    _draw_bars(axes, rollouts, IDLE_COLOUR, "slots empty", yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
     # The hue itself and lighter mixes of it, neighbours well apart.
@@ -70,22 +66,20 @@ def _draw_engines(axes: Axes, side: Side, lanes: Lanes, colour: str) -> None:
     axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=labels, **style)
     # The edge shows holds that are shorter than a pixel.
     _draw_bars(
-        axes, _bars(lanes.spans(lanes.held), origin), HELD_COLOUR, "engines held, weights load", (0, full),
+        axes, lanes.bars(lanes.held), HELD_COLOUR, "engines held", (0, full),
         zorder=3, linewidth=0.7,
     )  # fmt: skip
     line = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
     axes.plot([0, side.run.end - side.run.start], [full, full], label=f"full: {full}", **line)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
+    axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=16)
     _label_rounds(axes, side.run)
 
 
-def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
+def _draw_trainer(axes: Axes, lanes: Lanes) -> None:
     for state in Trainer:
-        # Waiting and loading have the colours of empty slots and of holds, and their names.
-        name = None if state in (Trainer.WAIT, Trainer.LOAD) else str(state)
-        _draw_bars(axes, _bars(lanes.spans(lanes.trainer[state]), origin), TRAINER_COLOURS[state], name)
+        _draw_bars(axes, lanes.bars(lanes.trainer[state]), TRAINER_COLOURS[state], str(state))
     axes.set_ylim(0, 1)
     axes.set_yticks([0.5], ["trainer"])
     axes.tick_params(axis="y", length=0)
@@ -93,16 +87,11 @@ def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
 
 
 def _draw_bars(
-    axes: Axes, bars: list[Span], colour: str, name: str | None, yrange: tuple[float, float] = (0, 1), **style: Any
+    axes: Axes, bars: Bars, colour: str, name: str, yrange: tuple[float, float] = (0, 1), **style: Any
 ) -> None:
     """Under ``name`` in the legend, if there are any."""
     style = {"linewidth": 0, "antialiased": False, **style}
     axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, **style)
-
-
-def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
-    """From start and end in unix seconds."""
-    return [(start - origin, end - start) for start, end in spans]
 
 
 def _figures(side: Side) -> str:
@@ -115,12 +104,10 @@ def _figures(side: Side) -> str:
 
 def _label_rounds(axes: Axes, run: RunRecord) -> None:
     """The number of each round above its middle, or of every few if there are many."""
-    shown = run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]
-    middles = [(each.phase.start + each.phase.end) / 2 - run.start for each in shown]
-    top = axes.secondary_xaxis("top")
-    top.set_xticks(middles, [str(each.step) for each in shown], fontsize=8, color="#555555")
-    top.tick_params(length=2, pad=1, color="#999999")
-    top.spines["top"].set_visible(False)
+    for round_ in run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]:
+        middle = (round_.phase.start + round_.phase.end) / 2 - run.start
+        style = {"ha": "center", "fontsize": 8, "color": "#555555"}
+        axes.text(middle, 1.01, str(round_.step), transform=axes.get_xaxis_transform(), **style)
 
 
 def _draw_legend(figure: Figure) -> None:
