@@ -10,7 +10,7 @@ from msgspec import structs
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools import plan
-from recipe.partial_rollout.tools.plan_table import Option, advice
+from recipe.partial_rollout.tools.plan import Option, advice
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel

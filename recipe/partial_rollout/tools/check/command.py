@@ -13,11 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.partial_rollout import preflight
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
+    Mode,
     PartialRolloutConfig,
     engine_devices,
     trainer_devices,
     verls_own,
 )
+from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
@@ -78,10 +80,9 @@ def check_run(config: DictConfig) -> int:
     return WRONG if "setting" in refused else MISSING if refused else code
 
 
-def _prompts(config: DictConfig, checked: Checked) -> str:
-    """Describe the prompts of the training, with those that verl leaves out."""
-    assert checked.datasets is not None
-    count, data = len(checked.datasets[0]), config.data
+def _prompts(config: DictConfig, checked: Checked, count: int) -> str:
+    """Describe the ``count`` prompts of the training, and those that verl leaves out."""
+    data = config.data
     everything = dataset_of(config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=False)
     return (
         f"{count:,}; {len(everything) - count:,} of more than {data.max_prompt_length:,} tokens are left out; "
@@ -105,7 +106,9 @@ def plan(
     sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
     yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
     if checked.datasets:
-        yield Finding("prompts", _prompts(config, checked))
+        yield Finding("prompts", _prompts(config, checked, len(checked.datasets[0])))
+    samples = _in_flight(config, settings)
+    yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
         if taken:
             yield Finding(name, in_words(taken, config.recipe.gpu_gib))
@@ -138,3 +141,13 @@ def _devices(config: DictConfig, replicas: int) -> str:
         return f"{theirs}; {replicas} engine replicas"
     engines = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas} engine replicas"
     return f"{theirs} for the trainer, {engines}; weights by {rollout.checkpoint_engine.backend}"
+
+
+def _in_flight(config: DictConfig, settings: PartialRolloutConfig) -> int:
+    """Samples at once, at most."""
+    samples = settings.batch_samples
+    if settings.enable and settings.mode is not Mode.SSIM:
+        return max(samples, Admission(settings).most_per_version() * settings.samples_per_group)
+    if config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
+        samples += int(samples * config.trainer.v1.colocate_async.num_warmup_batches)
+    return samples

@@ -73,8 +73,8 @@ def versions() -> Finding:
 
 
 def stack() -> Finding:
-    """Whether all of it imports, fits together, and is of this distribution."""
-    problem = failure()
+    """Whether all of it is of this distribution, imports, and fits together."""
+    problem = command.foreign_recipe() or _import_failure()
     if problem is not None:
         return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
@@ -82,11 +82,7 @@ def stack() -> Finding:
     return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
 
 
-def failure() -> str | None:
-    """What keeps the recipe from running here, in one line, or None."""
-    foreign = command.foreign_recipe()
-    if foreign is not None:
-        return foreign
+def _import_failure() -> str | None:
     try:
         for name in _MODULES:
             importlib.import_module(name)

@@ -86,7 +86,7 @@ class Other(Side):
         )
         return [
             f"{side.name} trained {extra.total():,} prompts that {than.name} did not, or more often, e.g. "
-            f"{_prompt(min(extra))}"
+            f"'{min(extra)[1][:40]}' of epoch {min(extra)[0]}"
             for side, than, extra in ((self.base, self, theirs - mine), (self, self.base, mine - theirs))
             if extra
         ]
@@ -144,11 +144,6 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
 def _quarters(run: RunRecord) -> list[Summary]:
     bounds = [len(run.steps) * part // PARTS for part in range(PARTS + 1)]
     return [Summary(replace(run, steps=run.steps[first:last])) for first, last in itertools.pairwise(bounds)]
-
-
-def _prompt(key: tuple[int, str]) -> str:
-    epoch, prompt = key
-    return f"'{prompt[:40]}' of epoch {epoch}"
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
