@@ -27,7 +27,7 @@ OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
 """the recipe that is installed with this file"""
 COMMANDS = {
     "train": "train your model on your data, with verl's hydra overrides; --check only checks",
-    "check": "say what this machine lacks; with a run's overrides, whether it can start",
+    "check": "say what this machine lacks; for a run: train --check",
     "tools": "report, audit and plan runs, write data, list keys",
 }
 _EXAMPLES = """

@@ -88,7 +88,7 @@ class ScriptedReplica:
 
     def _run_to_end(self) -> None:
         while len(self._model) and self._model.next_end() <= self._now:
-            self._end_all(self._model.run_to_event())
+            self._end_all(self._model.run_to_end())
         self._wake_at_next_end()
 
     def _end_all(self, sample_ids: list[str]) -> None:

@@ -91,7 +91,7 @@ def with_group(uid, **fields):
 def test_whole_training_has_no_violation(write, capsys):
     assert main([str(write(*with_group("1/3", masked=2)))]) == 0
     table = capsys.readouterr().out
-    assert "epochs complete" in table and "2 of 2" in table and "8 of 8" in table
+    assert "8 of 8" in table
     assert "samples masked                    2" in table, "and no violation"
 
 
@@ -221,13 +221,6 @@ def test_audit_of_nopr_says_why_there_is_none(tmp_path, capsys):
     assert "a run of noPR has nothing to audit" in capsys.readouterr().err
 
 
-def test_run_directory_of_an_earlier_version_is_refused_in_a_line(tmp_path, capsys):
-    (tmp_path / "run.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "an earlier version of the recipe wrote it" in error and error.count("\n") == 1
-
-
 # -- processes that are killed and resumed -----------------------------------------------------------------------------
 
 
@@ -295,7 +288,7 @@ def test_log_goes_on_wherever_its_last_line_was_cut_off(tmp_path):
         ([RUN, round_of(1, [{**group("0/0"), "uid": "seven"}])], "- at `$.trained[0].uid`"),
         (
             [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [[0, 1.0, "2", 20, 0]]})],
-            "line 2: Expected `float`, got `str` - at `$.phase.calls[0].end`",
+            "line 2: Expected `float`, got `str` - at `$.phase.calls[0][2]`",
         ),
         (
             [RUN, round_of(1, "", phase={"start": 0.0, "end": 3.0, "calls": [["a:1", 1.0, 2.0, 20, 0]]})],

@@ -44,7 +44,7 @@ def rows_of(path):
 
 def test_gsm8k_rows_have_verls_schema(tmp_path, capsys):
     assert convert("gsm8k", tmp_path, SAMPLE) == 0
-    assert "median characters" in capsys.readouterr().out
+    assert "repeats left out" in capsys.readouterr().out
     train, test = (rows_of(tmp_path / "gsm8k" / f"{split}.parquet") for split in ("train", "test"))
     assert (len(train), len(test)) == (16, 4)
     assert set(train[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -74,7 +74,7 @@ def test_prompts_are_written_once_in_the_order_of_their_first_row(tmp_path, caps
     rows = rows_of(tmp_path / "dapo_math17k" / "train.parquet")
     assert [row["prompt"][0]["content"].split()[1] for row in rows] == ["a", "b", "c"]
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
-    assert " 97 " in capsys.readouterr().out
+    assert " 97\n" in capsys.readouterr().out
 
 
 def test_hub_that_cannot_be_reached_says_how_to_get_the_files(tmp_path, capsys, monkeypatch):
@@ -170,13 +170,13 @@ WITHOUT_MARK = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer
         ("dapo_math17k", {"raw": []}, "no rows"),
         ("gsm8k", {"raw": WITHOUT_MARK}, "a folder with a file of each split (train, test)"),
         ("gsm8k", {"train": WITHOUT_MARK, "test": WITHOUT_MARK}, "row 1 is not in the schema of openai/gsm8k: no ####"),
-        ("aime24", {}, "an existing file or folder"),
+        ("aime24", {}, "or a folder with one of the split train"),
         ("amc23", {"raw": [{"id": 1, "answer": "2"}]}, "row 0 is not in the schema of math-ai/amc23: no 'question'"),
         ("aime24", {"raw": ["{broken"]}, "raw.jsonl cannot be read"),
         ("deepscaler", {"raw": [{"problem": "a", "answer": None}]}, "None where a text or a number is needed"),
         ("deepscaler", {"raw": [{"problem": None, "answer": "1"}]}, "None where a text or a number is needed"),
         ("deepscaler", {"raw": [{"problem": "a", "answer": ["1"]}]}, "['1'] where a text or a number is needed"),
-        ("reasoning_gym", {"raw": [{}]}, "not with reasoning_gym, whose problems are made here"),
+        ("reasoning_gym", {"raw": [{}]}, "whose problems are not made here as reasoning_gym's are"),
     ],
 )
 def test_raw_file_that_does_not_fit_is_refused_in_one_line(tmp_path, capsys, name, files, message):

@@ -1,4 +1,4 @@
-"""This machine: a line each with its remedy, and what a run lacks on it; a GPU machine is played by an nvidia-smi."""
+"""This machine: a line each with its remedy, and what a run lacks on it; a GPU machine has an nvidia-smi."""
 
 import contextlib
 import os
@@ -23,39 +23,27 @@ from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize
 from verl_ext import command
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
-OLD, NEW = "535.104.05", "580.65.06"
-
 
 @pytest.fixture
 def gpu_machine(monkeypatch, tmp_path):
-    """``gpu_machine(driver, visible=, cuda=)``: nvidia-smi lists one H100, and torch was built with ``cuda``."""
-
-    def build(driver=NEW, *, visible=False, cuda="13.0", lines=1):
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text("#!/bin/sh\n" + f'echo "NVIDIA H100 80GB HBM3, {driver}, 81559 MiB"\n' * lines)
-        smi.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.delenv("VERL_PLATFORM", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: visible)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-
-    return build
+    """nvidia-smi is there, and nothing says cpu."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        ({"visible": True}, "ok    device          1 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.65.06"),
-        ({"driver": OLD}, "sees none: CUDA 13.0 needs driver 580 or newer"),
-        ({"cuda": None}, "sees none: this torch is built without CUDA; PARTIAL_ROLLOUT_EXTRA=gpu bash"),
-        ({}, "sees none: set CUDA_VISIBLE_DEVICES to a device that is there"),
-        ({"lines": 0}, "FAIL  device          nvidia-smi lists no GPU: give this machine or container one"),
-    ],
-)
-def test_device_is_what_torch_sees_of_what_nvidia_smi_lists(gpu_machine, made, said):
-    gpu_machine(**made)
-    found = machine.device(machine.gpus())
-    assert said in str(found) and found.stops == (not made.get("visible"))
+def test_device_is_what_torch_sees_and_else_why_it_sees_none(monkeypatch):
+    def fail():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Update it")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert machine.device().stops
+    assert "sees no GPU: RuntimeError: The NVIDIA driver on your system is too old" in str(machine.device())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: h100)
+    assert str(machine.device()) == "ok    device          2 x NVIDIA H100 80GB HBM3, 79 GiB"
 
 
 def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_path):
@@ -71,36 +59,27 @@ def test_tritons_compiler_and_pythons_header_are_looked_for(monkeypatch, tmp_pat
     assert str(machine.compiler()) == f"ok    compiler        {tmp_path}/gcc, {tmp_path}/Python.h"
 
 
-def test_cpu_builds_on_a_gpu_machine_are_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
-    gpu_machine()
-    monkeypatch.setattr(machine, "installed_pair", lambda: CPU_PAIR)
-    assert str(machine.versions()).endswith("is tested; PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh")
-    monkeypatch.setattr(machine, "installed_pair", lambda: GPU_PAIR)
-    assert not machine.versions().stops and not machine.versions().remedy
+def test_cpu_build_on_a_gpu_machine_is_refused_and_a_machine_without_gpus_is_asked_for_none(gpu_machine, monkeypatch):
+    assert machine.wants_gpu()
+    if torch.version.cuda is None:
+        assert "sees no GPU: AssertionError: Torch not compiled with CUDA enabled" in str(machine.device())
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert not machine.wants_gpu()
-    assert str(machine.engine()).startswith("ok    engine          model runner V1, synchronous scheduling")
 
 
-@pytest.mark.parametrize(("have", "devices", "sign"), [(2, 0, "ok"), (25, 8, "ok"), (24, 8, "note"), (3, 1, "FAIL")])
-def test_cpus_are_counted_as_ray_reserves_them(monkeypatch, have, devices, sign):
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: have)
-    line = str(machine.cpus(devices))
-    assert line.startswith(f"{sign} ") and (sign != "note" or "25 CPUs, or train on 7 (GPUS_PER_NODE=7)" in line)
-
-
-def test_hub_that_is_not_reached_within_a_deadline_is_a_note(monkeypatch):
+def test_hub_that_does_not_answer_within_a_deadline_is_told_of(monkeypatch):
     def head(url, timeout):
         raise TimeoutError(f"late after {timeout} s")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
-    assert str(machine.hub()).startswith("note ") and "late after 5.0 s" in str(machine.hub())
+    with pytest.raises(ConfigError, match=r"late after 5\.0 s"):
+        inputs.model_config("nobody/nothing")
 
 
 @pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 3)])
 def test_exit_code_says_whether_a_run_can_start(monkeypatch, capsys, stops, code):
-    found = [Finding("versions", "fine"), Finding("device", "old", "renew it", stops=stops), Finding("hub", "answers")]
+    found = [Finding("versions", "fine"), Finding("device", "old", "renew it", stops=stops), Finding("disk", "large")]
     monkeypatch.setattr(machine, "findings", lambda: iter(found))
     assert command.main(["check"]) == code
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -254,9 +233,8 @@ def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, loo
 def test_run_is_refused_on_a_device_that_the_machines_check_refuses(build, looks_like_a_gpu, monkeypatch):
     found = [Finding("device", "driver 535", "a newer one", stops=True), Finding("attention", "sdpa", "flash-attn")]
     monkeypatch.setattr(machine, "wants_gpu", lambda: True)
-    monkeypatch.setattr(machine, "device", lambda gpus: found[0])
-    for name in ("compiler", "shared_memory"):
-        monkeypatch.setattr(machine, name, lambda: found[1])
+    monkeypatch.setattr(machine, "device", lambda: found[0])
+    monkeypatch.setattr(machine, "compiler", lambda: found[1])
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     assert problems(build(), None) == ["FAIL  device          driver 535: a newer one"]
     assert not problems(build("platform=cpu"), None)

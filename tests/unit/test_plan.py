@@ -10,7 +10,7 @@ from msgspec import structs
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools import plan
-from recipe.partial_rollout.tools.plan_table import Option, advice
+from recipe.partial_rollout.tools.plan import Option, advice
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster, EngineCurve, fit
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
@@ -38,7 +38,7 @@ def run_all(replica):
     """(clock, id) of every end."""
     ends = []
     while len(replica):
-        ends += [(round(replica.clock, 9), sample_id) for sample_id in replica.run_to_event()]
+        ends += [(round(replica.clock, 9), sample_id) for sample_id in replica.run_to_end()]
     return ends
 
 
@@ -61,19 +61,9 @@ def test_interruption_lets_the_running_step_end_and_gives_back_what_is_left():
         timed, cut = ReplicaModel(curve), ReplicaModel(curve)
         timed.add(Decoding("a", 5, steps))
         cut.add(Decoding("a", 5, 100))
-        timed.run_to_event()
+        timed.run_to_end()
         (sample,) = cut.interrupt(timed.clock - 1e-6)
         assert (sample.context, sample.left, len(cut)) == (5 + steps, 100 - steps, 0)
-
-
-def test_samples_that_do_not_fit_wait_and_the_youngest_makes_room():
-    replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.0, kv_tokens=30))
-    for name in ("old", "young", "waits"):
-        replica.add(Decoding(name, 10, 8))
-    ends = run_all(replica)
-    # Both contexts grow to 15 in five steps; the young one then waits until the old one is through.
-    assert [name for _, name in ends] == ["old", "young", "waits"]
-    assert ends[0][0] == 8.0 and ends[1][0] == pytest.approx(8.0 + 3.0)
 
 
 def play_calls(curve, rng, *, rounds, samples, mu=5.0, most_context=0):
@@ -160,7 +150,7 @@ def test_degenerate_fit_is_refused_with_its_reason_and_a_remedy(calls, why):
 @pytest.mark.parametrize("scheduling", [*POLICIES, Scheduling(overtake=0)], ids=str)
 def test_simulation_trains_every_group_once_within_the_bound(scheduling):
     lengths = LengthTrace.lognormal(median=60, mean=100, cap=900, samples_per_group=2, groups=40)
-    cluster = Cluster(EngineCurve(1e-2, 1e-4, kv_tokens=2_000), replicas=2, slots_per_replica=4)
+    cluster = Cluster(EngineCurve(1e-2, 1e-4), replicas=2, slots_per_replica=4)
     settings = sized(max_staleness=2, scheduling=scheduling)
     simulation = Simulation(settings, cluster, lengths, seed=None, groups=40)
     rounds = list(simulation.rounds(100))
@@ -215,17 +205,20 @@ def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(cap
     assert " of noPR's step time; it is the largest" in out
 
 
-def test_calls_of_the_first_step_are_left_out_of_the_fit(tmp_path):
+def test_calls_of_the_first_step_are_left_out_of_the_fit(tmp_path, monkeypatch):
     record = load_run(interrupted_run(tmp_path / "run", arm="noPR"))
     cold = record.rounds[0].phase.calls
-    assert len(record.calls_after_first_step) == len(record.calls) - len(cold)
+    fitted = []
+    monkeypatch.setattr(plan, "fit", fitted.append)
+    plan._curve(None, record)
+    assert len(fitted[0]) == len(record.calls) - len(cold)
 
 
 def test_schedules_reports_relative_time_and_length_bias_of_each_schedule(capsys):
     arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--rounds", "4", "--overlaps", "1"]
-    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "0.5"]) == 0
+    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "1"]) == 0
     kept, overtaken = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (kept["overtake"], overtaken["overtake"]) == (0, 0.5)
+    assert (kept["overtake"], overtaken["overtake"]) == (0, 1)
     assert overtaken["first_length"] < kept["first_length"] == 1, "what a limit on overtaking costs in bias"
     assert overtaken["rollout"] < kept["rollout"] < 1
 

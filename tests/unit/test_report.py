@@ -1,6 +1,7 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
-from recipe.partial_rollout.tools.report.panels import Shown, _bubble, _speed
+from recipe.partial_rollout.tools.report.panels import PANELS
+from recipe.partial_rollout.tools.report.summary import Summary
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, begun, build_group, build_round, build_run, default_rounds, halves, separate_run
+from tests.unit.runs import begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
@@ -52,8 +54,8 @@ def in_turns(path):
     return separate_run(path, rounds=rounds, phases=phases, placement="colocated", arm="noPR")
 
 
-def after_zero(spans):
-    return [(start - ZERO, end - ZERO) for start, end in spans]
+def spans(bars):
+    return [(start, start + length) for start, length in bars]
 
 
 def cells(comparison):
@@ -72,7 +74,7 @@ def test_figures_of_a_rollout_are_those_worked_out_by_hand(tmp_path):
     path = build_run(tmp_path / "a", rounds=rounds)
     summary = summary_of(path)
     assert summary.bubble_fraction == pytest.approx(1 - 25 / 40)
-    assert (summary.decoded_tokens, summary.rollout_s, summary.train_s) == (250, 10, 10)
+    assert (summary.decoded_tokens, summary.rollout_s, summary.step_s) == (250, 10, 20)
     assert summary.interrupt_s.mean == 0.5 and summary_of(build_run(tmp_path / "b")).interrupt_s is None
     assert (summary.staleness.mean, summary.staleness.max) == (1.5, 3)
     assert (summary.segments_per_sample.mean, summary.segments_per_sample.max) == (1.5, 2)
@@ -112,25 +114,10 @@ def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
     assert rows["made by several versions: samples / tokens"] == ["50.0% / 80.0%"]
     assert rows["sigma of lengths, in a batch / in a group"] == ["2 / 0"]
     # noPR has no such samples, and logs none.
-    assert cells(compare([load_run(build_run(tmp_path / "b"))]))["made by several versions: samples / tokens"] == ["-"]
+    assert "made by several versions: samples / tokens" not in cells(compare([load_run(build_run(tmp_path / "b"))]))
 
 
 # -- the table of runs ---------------------------------------------------------------------------------------------------
-
-
-def test_work_of_rollout_pass_and_update_stands_side_by_side_and_mfu_where_verl_knows_the_peak(tmp_path):
-    timers = {"timing_s/step": 10, "timing_s/gen": 4, "timing_s/update_actor": 4, "perf/total_num_tokens": 8000}
-    with_pass = {"timing_s/old_log_prob": 1, "perf/mfu/actor_infer": 0.3, "perf/mfu/actor": 0.1}
-    without = {"timing_s/old_log_prob": 0.5, "perf/mfu/actor": 0.3}
-    run = build_run(tmp_path / "a", metrics={1: timers | with_pass, 2: timers | without})
-    found = summary_of(run)
-    assert found.trainer_tokens_per_s == (8000, 2000)
-    rollout, *trainer = found.mfu
-    assert trainer == pytest.approx([0.3, 0.2])
-    assert rollout == pytest.approx(0.3 * found.decoded_tokens_per_s / 8000)
-    assert summary_of(build_run(tmp_path / "b")).mfu is None
-    v1 = build_run(tmp_path / "c", metrics={1: timers | {"perf/mfu/actor": 0.1}, 2: timers | without})
-    assert summary_of(v1).mfu == (None, None, pytest.approx(0.2))
 
 
 def validated(*sources, at, steps=3):
@@ -213,9 +200,11 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr_under_names_t
     runs = [str(build_run(tmp_path / name / "seed_1", **settings)) for name, settings in arms.items()]
     assert main([*runs, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {name: run["step_s"] for name, run in report["runs"].items()} == {"plain": 40, "pr_1": 30, "pr_2": 40}
-    assert report["against_base"]["pr_1"]["ratios"]["step_s"] == pytest.approx(0.75)
-    assert report["against_base"]["pr_1"]["differences"] == []
+    assert {name: run["step_s"] for name, run in report["runs"].items()} == {
+        "plain/seed_1": 40, "pr_1/seed_1": 30, "pr_2/seed_1": 40
+    }  # fmt: skip
+    against = report["against_base"]["pr_1/seed_1"]
+    assert against["ratios"]["step_s"] == pytest.approx(0.75) and against["differences"] == []
     assert "0.75 of its step time" in capsys.readouterr().out
 
 
@@ -229,9 +218,8 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
         assert contrast.ratios[name] == pytest.approx(4 / 3), name
     assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
     assert cautions(comparison)[0] == (
-        "The work differs: 2 prompts only noPR trained, e.g. '2' of epoch 0; "
-        "1 prompts only PR trained, e.g. '0' of epoch 0; "
-        "PR trained 1 prompts more than once in an epoch, e.g. '0' of epoch 0 2 times"
+        "The work differs: noPR trained 2 prompts that PR did not, or more often, e.g. '2' of epoch 0; "
+        "PR trained 1 prompts that noPR did not, or more often, e.g. '0' of epoch 0"
     )
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 
@@ -275,7 +263,7 @@ def test_torn_lines_of_killed_processes_are_left_out(tmp_path):
 def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
     run = load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=4), metrics={3: None, 4: None}))
     assert [step.number for step in run.steps] == [1, 2]
-    assert any("steps 3-4 have a round but no timers" in warning for warning in run.warnings)
+    assert any("2 steps (3 to 4) with a round but no timers" in warning for warning in run.warnings)
     with pytest.raises(RunRecordError, match="no step has both a round"):
         load_run(build_run(tmp_path / "b", metrics={1: None, 2: {"val-core/acc": 0.5}}))
 
@@ -285,8 +273,8 @@ def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
     for r in again:
         r["trained"] = [build_group(9, [7, 7])]
     run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
-    assert [step.lengths for step in run.steps] == [[100] * 4, [7, 7], [7, 7]]
-    assert any("steps 2-3 were begun again" in warning for warning in run.warnings)
+    assert [group.lengths for group in run.trained_groups] == [[100, 100], [100, 100], [7, 7], [7, 7]]
+    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])
@@ -316,11 +304,11 @@ def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_cut(spans):
 def test_each_lane_is_in_one_state_at_a_time(run):
     lanes = lanes_of(run)
     assert sum(state.astype(int) for state in lanes.trainer.values()).max() == 1
-    spans = {state: after_zero(lanes.spans(at)) for state, at in lanes.trainer.items()}
-    assert spans[Trainer.TRAIN] == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
-    assert spans[Trainer.STAGE] == [(16, 18), (28, 30)]
-    assert after_zero(lanes.spans(lanes.held)) == spans[Trainer.LOAD] == [(18, 19), (30, 31)]
-    assert after_zero(lanes.spans(lanes.decoding[1])) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
+    trainer = {state: spans(lanes.bars(at)) for state, at in lanes.trainer.items()}
+    assert trainer[Trainer.TRAIN] == [(10, 16), (19, 20), (22, 28), (31, 32), (42, 50)]
+    assert trainer[Trainer.STAGE] == [(16, 18), (28, 30)]
+    assert spans(lanes.bars(lanes.held)) == trainer[Trainer.LOAD] == [(18, 19), (30, 31)]
+    assert spans(lanes.bars(lanes.decoding[1])) == [(0, 10), (12, 18), (19, 21), (25, 30), (31, 35)]
 
 
 # -- separate placement: figures, sentences and pictures -----------------------------------------------------------------
@@ -348,20 +336,21 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
     for name in ("rollout_s", "rollout_s_per_trained_token", "decoded_tokens_per_s"):
         assert contrast.ratios[name] is None, name
     said = findings(comparison)
-    assert "PR took 0.80 of noPR's wall time" in said[0] and "waited 37.5% of the time under PR" in said[1]
+    assert "PR took 0.80 of noPR's wall time" in said[0]
     assert not any("rollout" in line for line in said)
+    assert cells(comparison)["trainer waits for batches"] == ["50.0%", "37.5%", ""]
     rows = cells(compare([run]))
-    assert rows["rollout per 1,000 trained tokens"] == rows["interrupt, mean / p95 / max"] == ["-"]
+    assert not {"rollout per 1,000 trained tokens", "interrupt, mean / p95 / max"} & rows.keys()
     assert rows["wall time per 1,000 trained tokens"] == ["80.0 s"]
     assert rows["a hold, mean / p95 / max"] == ["1.0 s / 1.0 s / 1.0 s"]
     assert not {"engines held", "a hold, mean / p95 / max"} & cells(compare([colocated])).keys()
 
 
-def test_panels_of_both_placements_are_over_whole_steps(tmp_path, run):
-    # In turns: 200 tokens in a rollout of 10 s, by one of two replicas; timers of the steps say 20, 12 and 18 s.
-    def shown(run):
-        each = Shown(run.settings, run.steps[0], True)
-        return _speed(each), _bubble(each)
+def test_figures_of_a_step_are_those_of_a_run_of_it_alone(tmp_path, run):
+    # In turns: 200 tokens in a rollout of 10 s, by one of two replicas. Separate: the first 10 s of calls that go on.
+    def first(run):
+        of = Summary(replace(run, steps=run.steps[:1]))
+        return [panel.figures(of)[0] for panel in PANELS[:2]]
 
-    assert shown(load_run(in_turns(tmp_path / "noPR"))) == ([pytest.approx(10)], [pytest.approx(7 / 8)])
-    assert shown(run) == ([pytest.approx(20)], [pytest.approx(0.5)])
+    assert first(load_run(in_turns(tmp_path / "noPR"))) == [pytest.approx(20), pytest.approx(3 / 4)]
+    assert first(run) == [pytest.approx(20), pytest.approx(0.5)]

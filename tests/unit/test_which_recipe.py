@@ -118,7 +118,7 @@ def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_
     said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
     with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
-    assert said in machine.failure()
+    assert said in machine.stack().said
 
 
 @pytest.mark.parametrize(

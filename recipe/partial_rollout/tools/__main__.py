@@ -27,9 +27,7 @@ TOOLS = {
     "plan": Tool("plan", "forecast whether partial rollout is worth it for a job, and at which overlap"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k, AIME 2024 and tasks of reasoning-gym in verl's schema"),
     "model": Tool("model", "write a real language model for verl, from a package instead of a hub"),
-    "check": Tool(
-        "check.command", "say whether a run can start: this machine, or a run's settings and inputs, with its plan"
-    ),
+    "check": Tool("check.command", "say what this machine lacks for a run"),
     "keys": Tool("keys", "list the keys of partial_rollout: default and meaning"),
 }
 

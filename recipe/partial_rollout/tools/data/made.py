@@ -51,7 +51,8 @@ def write_made(options: argparse.Namespace) -> Iterator[list[str]]:
     ]
     seen = set[str]()
     for split, wanted in (("test", options.held_out), ("train", options.rows)):
-        problems = itertools.islice(_in_turn(streams), _TRIES * wanted)
+        in_turn = (next(stream) for stream in itertools.cycle(streams))
+        problems = itertools.islice(in_turn, _TRIES * wanted)
         few = f"--task={' '.join(options.task)}: a task with more problems than the {len(seen)} held out"
         yield write_split(options.out / MADE / f"{split}.parquet", problems, seen, none=few, most=wanted)
 
@@ -93,7 +94,3 @@ def _stream(task: str, settings: dict, ask: str, shots: int) -> Iterator[tuple[s
                 yield f"{MADE}/{task}", replace(problem, shots=before)
     except ValueError as error:
         raise DataError(str(error)) from error
-
-
-def _in_turn(streams: list[Iterator[tuple[str, NamedProblem]]]) -> Iterator[tuple[str, NamedProblem]]:
-    return (next(stream) for stream in itertools.cycle(streams))

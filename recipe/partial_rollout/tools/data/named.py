@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
@@ -52,8 +51,7 @@ class NamedProblem:
         }
 
 
-COLUMNS = ["file", "prompts", "repeats left out", "median characters", "p95 characters", "longest characters"]
-_QUANTILES = (0.5, 0.95, 1.0)
+COLUMNS = ["file", "prompts", "repeats left out"]
 
 
 def write_split(
@@ -87,8 +85,7 @@ def write_split(
     rows = [each.row(source, path.stem, index) for index, (source, each) in enumerate(found)]
     pd.DataFrame(rows).to_parquet(staged, index=False)
     staged.replace(path)
-    lengths = np.quantile([len(problem.content) for _, problem in found], _QUANTILES)
-    return [str(path), f"{len(found):,}", f"{repeats:,}", *(f"{round(length):,}" for length in lengths)]
+    return [str(path), f"{len(found):,}", f"{repeats:,}"]
 
 
 def gsm8k(row: Row) -> NamedProblem:

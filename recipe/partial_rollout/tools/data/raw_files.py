@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
+
+from recipe.partial_rollout.waits import one_line
 
 Row = dict[str, Any]
 
@@ -31,10 +32,8 @@ def download(repository: str, pattern: str) -> Path:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=pattern))
     except Exception as error:
         # The client raises what its transport raises: a download that failed is the user's to mend, whatever the cause.
-        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}"
         raise DataError(
-            f"{repository} cannot be downloaded ({why}): on a machine that reaches the hub, "
+            f"{repository} cannot be downloaded ({one_line(error)}): on a machine that reaches the hub, "
             f"`hf download {repository} --repo-type dataset --local-dir DIR`, then --from DIR here"
         ) from error
 
@@ -78,16 +77,8 @@ def rows_of(files: list[Path]) -> Iterator[Row]:
                 for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
                     yield from batch.to_pylist()
             elif path.suffix == ".json":
-                yield from _list_of(path)
+                yield from msgspec.json.decode(path.read_bytes(), type=list[Row])
             else:
-                with path.open() as lines:
-                    yield from (json.loads(line) for line in lines if line.strip())
-        except (ValueError, OSError) as error:
+                yield from msgspec.json.Decoder(Row).decode_lines(path.read_bytes())
+        except (ValueError, OSError, msgspec.DecodeError) as error:
             raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def _list_of(path: Path) -> list[Row]:
-    found = json.loads(path.read_text())
-    if not isinstance(found, list):
-        raise ValueError("no list of rows")
-    return found

@@ -45,8 +45,6 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """per token in the contexts of all running samples"""
     prefill_s: _Cost = 0.0
     """per token of a context that is prefilled, for the first time or again"""
-    kv_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """context tokens that fit into the KV cache; None: more than is ever needed"""
 
     def decode_s(self, running: float, context: float) -> float:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
@@ -66,14 +64,14 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 PRESETS = {
-    "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6, 340_000),
-    "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6, 270_000),
+    "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6),
+    "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6),
 }
 """Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
 
 
 def fit(calls: Collection[EngineCall]) -> EngineCurve:
-    """Fit a curve to the durations of ``calls``: every field but ``kv_tokens``.
+    """Fit a curve to the durations of ``calls``.
 
     Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
     its cores, calls take ten times as long as they should.
@@ -95,7 +93,7 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
     read = np.concatenate([span.read_beside() for span in spans])
-    if sum(span.read_tokens for span in spans) < _FEWEST_READ * tokens.sum():
+    if sum(span.read.sum() for span in spans) < _FEWEST_READ * tokens.sum():
         read = np.zeros_like(read)
     contexts_known = all(span.contexts_known for span in spans)
     curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
@@ -136,22 +134,17 @@ class _Spans:
 
     def __init__(self, calls: CallColumns) -> None:
         starts, ends = calls.column("busy_from"), calls.column("end")
-        self.tokens, self._begun_with, self._read = (
+        self.tokens, self._begun_with, self.read = (
             calls.column(name).astype(float) for name in ("tokens", "context_tokens", "resumed_tokens")
         )
         self.seconds = ends - starts
-        self.contexts_known = not np.any((self._begun_with == 0) & (self._read > 0))
+        self.contexts_known = not np.any((self._begun_with == 0) & (self.read > 0))
         self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
         self._from, self._to = where[: len(calls)], where[len(calls) :]
         self._running = self._between(np.ones(len(calls)))
         self._length = np.diff(moments)
         self._contexts = np.zeros(len(self._length))
-
-    @property
-    def read_tokens(self) -> float:
-        """Tokens that were prefilled again."""
-        return float(self._read.sum())
 
     def means(self, curve: EngineCurve) -> tuple[np.ndarray, np.ndarray]:
         """[call], [call]: samples that ran at once and tokens in their contexts, averaged over the call's steps.
@@ -182,7 +175,7 @@ class _Spans:
     def read_beside(self) -> np.ndarray:
         """[call]: tokens that the replica prefilled again while the call ran; all running calls wait for a prefill."""
         order = np.argsort(self._starts, kind="stable")
-        total = np.concatenate([[0.0], np.cumsum(self._read[order])])
+        total = np.concatenate([[0.0], np.cumsum(self.read[order])])
         starts = self._starts[order]
         until = total[np.searchsorted(starts, self._ends, side="left")]
         return until - total[np.searchsorted(starts, self._starts, side="left")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,9 +72,3 @@ class LengthTrace:
         own = rng.standard_normal((groups, samples_per_group)) * np.sqrt(0.5)
         drawn = median * np.exp(sigma * (shared + own))
         return cls(np.clip(np.rint(drawn), 1, cap).astype(int))
-
-    def draw(self, seed: int) -> Iterator[int]:
-        """Indices of groups drawn with replacement, for ever."""
-        rng = np.random.default_rng(seed)
-        while True:
-            yield from rng.integers(len(self.groups), size=256).tolist()

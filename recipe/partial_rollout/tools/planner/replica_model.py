@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections import deque
 from dataclasses import dataclass
 
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
@@ -19,12 +19,10 @@ class Decoding:
     """tokens in its context: prompt and response so far"""
     left: int
     """tokens that it has yet to decode"""
-    order: int = 0
-    """dispatch order: when KV blocks run out, the last one is preempted"""
 
 
 class ReplicaModel:
-    """Runs samples from event to event; the simulation decides how far.
+    """Runs samples from event to event; the simulation decides how far. Every context fits into the KV cache.
 
     Each replica has its own ``clock`` (seconds); ``steps`` counts its decoding steps.
     """
@@ -36,81 +34,52 @@ class ReplicaModel:
         self._base = 0
         """sum over running samples of context at start less step of start; context now = base + running * steps"""
         self._ends: list[tuple[int, int, Decoding]] = []
+        """heap of step at which a sample ends, its number, and the sample"""
         self._began: dict[str, int] = {}
-        self._queued: deque[tuple[Decoding, bool]] = deque()
-        """waiting samples, each with whether its context must be prefilled"""
-        self._order = 0
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Number of its samples, running or queued for lack of KV blocks."""
-        return len(self._began) + len(self._queued)
+        """Number of its samples."""
+        return len(self._began)
 
     @property
     def _context(self) -> int:
         return self._base + len(self._began) * self._steps
 
     def add(self, sample: Decoding, *, reads: bool = True) -> None:
-        """Start ``sample`` once its context fits; with ``reads`` its context is prefilled first."""
-        self._queued.append((sample, reads))
-        self._start_queued()
+        """Start ``sample``; with ``reads`` its context is prefilled first."""
+        self.clock += self._curve.prefill_s * sample.context * reads
+        self._began[sample.id] = self._steps
+        self._base += sample.context - self._steps
+        heapq.heappush(self._ends, (self._steps + sample.left, next(self._numbers), sample))
 
     def advance(self, clock: float) -> None:
         """Run the steps that have begun by ``clock``."""
         if self._ends:
-            self._run(min(self._steps_by(clock), self._until_event()))
+            self._run(min(self._steps_by(clock), self._until_end()))
         self.clock = max(self.clock, clock)
 
-    def _start_queued(self) -> None:
-        room = self._curve.kv_tokens
-        while self._queued:
-            sample, reads = self._queued[0]
-            # A single sample always runs: an engine can hold at least one. More need room for one step of all of them.
-            running = len(self._began)
-            if room is not None and running and self._context + sample.context + running + 1 > room:
-                return
-            self._queued.popleft()
-            self.clock += self._curve.prefill_s * sample.context * reads
-            self._order += 1
-            self._began[sample.id] = self._steps
-            self._base += sample.context - self._steps
-            heapq.heappush(self._ends, (self._steps + sample.left, self._order, sample))
-
     def next_end(self) -> float:
-        """Clock at which the next sample ends or KV blocks run out; infinity if it has nothing to do."""
-        return self.clock + self._seconds(self._until_event()) if self._ends else math.inf
+        """Clock at which the next sample ends; infinity if it has none."""
+        return self.clock + self._seconds(self._until_end()) if self._ends else math.inf
 
-    def _until_event(self) -> int:
-        to_end = self._ends[0][0] - self._steps
-        room = self._curve.kv_tokens
-        if room is None or len(self._began) < 2:
-            return to_end
-        return min(to_end, max(0, (room - self._context) // len(self._began)))
+    def _until_end(self) -> int:
+        return self._ends[0][0] - self._steps
 
-    def run_to_event(self) -> list[str]:
-        """Run until the next sample ends; returns the ids of those that end then, or none if one had to be preempted."""
-        self._run(self._until_event())
+    def run_to_end(self) -> list[str]:
+        """Run until the next sample ends; returns the ids of those that end then."""
+        self._run(self._until_end())
         ended = []
         while self._ends and self._ends[0][0] <= self._steps:
             ended.append(self._leave(heapq.heappop(self._ends)[2]).id)
-        if not ended:
-            self._preempt()
-        self._start_queued()
         return ended
 
     def interrupt(self, clock: float) -> list[Decoding]:
         """Run whole steps until at least ``clock``, then return all samples; a step that has begun is completed."""
         self.advance(clock)
-        given_back = [*(self._leave(sample) for _, _, sample in self._ends), *(sample for sample, _ in self._queued)]
+        given_back = [self._leave(sample) for _, _, sample in self._ends]
         self._ends.clear()
-        self._queued.clear()
         return given_back
-
-    def _preempt(self) -> None:
-        """Return the sample dispatched last to the queue; its context is prefilled again later."""
-        last = max(self._ends, key=lambda end: (end[2].order, end[1]))
-        self._ends.remove(last)
-        heapq.heapify(self._ends)
-        self._queued.appendleft((self._leave(last[2]), True))
 
     def _leave(self, sample: Decoding) -> Decoding:
         began = self._began.pop(sample.id)

@@ -44,7 +44,7 @@ class Simulation:
     Args:
         settings: mode, sizes and scheduling are played; dynamic sampling is not.
         lengths: response lengths by group.
-        seed: for drawing groups from ``lengths``; None: they come in order, over and over.
+        seed: of the order in which the groups of ``lengths`` come, over and over; None: as they are.
         groups: number of groups in the data; None: endless.
 
     Raises:
@@ -64,7 +64,8 @@ class Simulation:
             raise ValueError(f"lengths are of groups of {n}, rollout.n is {settings.samples_per_group}")
         self._cluster = cluster
         self._lengths = lengths
-        self._order = itertools.cycle(range(len(lengths.groups))) if seed is None else lengths.draw(seed)
+        count = len(lengths.groups)
+        self._order = itertools.cycle(range(count) if seed is None else np.random.default_rng(seed).permutation(count))
         self._groups = math.inf if groups is None else groups
         self.dispatched: list[np.ndarray] = []
         """lengths of the groups offered, in order; int [n] each"""
@@ -116,7 +117,7 @@ class Simulation:
         while not self._manager.round_complete():
             busy = min(self._replicas, key=ReplicaModel.next_end)
             assert busy.next_end() < math.inf, "no sample is in a replica, and the batch is not complete"
-            for sample_id in busy.run_to_event():
+            for sample_id in busy.run_to_end():
                 self._finish(sample_id)
             self._now = busy.clock
             self._manager.admit()
@@ -127,9 +128,7 @@ class Simulation:
         for grant in self._manager.claim(_WORKER):
             if grant.sample_id not in self._live:
                 length = int(grant.row["lengths"][int(grant.sample_id.partition("#")[2])])
-                self._live[grant.sample_id] = Decoding(
-                    grant.sample_id, self._lengths.prompt_tokens, length, grant.order
-                )
+                self._live[grant.sample_id] = Decoding(grant.sample_id, self._lengths.prompt_tokens, length)
             replica = min(self._replicas, key=len)
             replica.advance(self._now)
             replica.add(self._live[grant.sample_id], reads=not (grant.held and self._cluster.keeps_kv))

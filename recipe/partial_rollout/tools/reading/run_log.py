@@ -6,7 +6,6 @@ else it is an error. A field that is missing or mistyped is a one-line error too
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -15,14 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from recipe.partial_rollout.records.run_log import (
-    METRICS,
-    NAME,
-    EngineCall,
-    Event,
-    Round,
-    RunSettings,
-)
+from recipe.partial_rollout.records.run_log import METRICS, NAME, Event, Round, RunSettings
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 
@@ -40,8 +32,6 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
         RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
     """
     path, begun = run_dir / NAME, False
-    if not path.exists() and (run_dir / "run.json").exists():
-        raise RunRecordError(f"{run_dir}: an earlier version of the recipe wrote it (run.json); this one reads {NAME}")
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
         begun |= isinstance(event, RunSettings)
         if not begun:
@@ -81,7 +71,7 @@ def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneT
                 try:
                     found = decode(line)
                 except msgspec.ValidationError as error:
-                    raise RunRecordError(torn or f"{place}: {_named(error)}") from None
+                    raise RunRecordError(torn or f"{place}: {error}") from None
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     if torn:
                         raise RunRecordError(torn) from None
@@ -95,9 +85,3 @@ def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneT
     except OSError as error:
         words = f"give the directory of a run, which holds {NAME} and {METRICS}"
         raise RunRecordError(f"{path}: cannot be read ({error.strerror}); {words}") from error
-
-
-def _named(error: msgspec.ValidationError) -> str:
-    """The message, with the field of a call by its name."""
-    fields = EngineCall.__struct_fields__
-    return re.sub(r"(calls\[\d+\])\[(\d+)\]", lambda at: f"{at[1]}.{fields[int(at[2])]}", str(error))

@@ -17,26 +17,9 @@ from recipe.partial_rollout.tools.report.table import report_console, report_mar
 from recipe.partial_rollout.tools.report.timeline import draw_timeline
 from recipe.partial_rollout.tools.run_record import load_run
 
-BAD_INPUT = 2
-"""Exit status, as argparse's own."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the report; the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        comparison = compare([load_run(directory) for directory in options.runs])
-        out = options.out or Path(comparison.sides[-1].run.directory) / "report"
-        saved = _save(comparison, out)
-    except RunRecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    print(report_console(comparison))
-    print(f"\nsaved in {out}: {', '.join(saved)}")
-    return 0
-
-
-def _parser() -> Parser:
+    """Make the report; exit code 2, as argparse's own, if a run cannot be read."""
     parser = Parser(
         typed("report"),
         "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
@@ -56,7 +39,17 @@ def _parser() -> Parser:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the last run)"
     )
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        comparison = compare([load_run(directory) for directory in options.runs])
+        out = options.out or Path(comparison.sides[-1].run.directory) / "report"
+        saved = _save(comparison, out)
+    except RunRecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report_console(comparison))
+    print(f"\nsaved in {out}: {', '.join(saved)}")
+    return 0
 
 
 def _save(comparison: Comparison, out: Path) -> list[str]:

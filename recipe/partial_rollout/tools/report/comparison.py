@@ -6,9 +6,8 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from msgspec import structs
 
@@ -19,7 +18,6 @@ from recipe.partial_rollout.training.step_log import PolicyDrift
 
 PARTS = 4
 """of a run, over which the range of a ratio is taken"""
-COMPARED = [name for name, figure in FIGURES.items() if figure.compared]
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -28,7 +26,7 @@ class Side:
     """One of the runs."""
 
     name: str
-    """Its arm, or what its directory has in no other run's; see `names_of`."""
+    """Its arm, or its directory; see `names_of`."""
     run: RunRecord
 
     @cached_property
@@ -59,7 +57,8 @@ class Other(Side):
     def ratios(self) -> dict[str, float | None]:
         """Its figure over the base's, by the figure's name."""
         mine, theirs = self.summary, self.base.summary
-        found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in COMPARED}
+        compared = [name for name, figure in FIGURES.items() if figure.compared]
+        found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in compared}
         if (theirs.rollout_s is None) is not (mine.rollout_s is None):
             # One is per second of rollout, the other per second of the run.
             found["decoded_tokens_per_s"] = None
@@ -71,40 +70,25 @@ class Other(Side):
         runs = self.base.run, self.run
         if any(run.settings.separate or len(run.steps) < 2 * PARTS for run in runs):
             return {}
+        quarters = [_quarters(run) for run in runs]
         found = {}
-        for name, timer in (("rollout_s", "gen"), ("step_s", "step")):
-            theirs, mine = (_by_parts(run, timer) for run in runs)
-            ratios = [ours / before for ours, before in zip(mine, theirs, strict=True) if before]
-            found[f"{name}_per_trained_token"] = min(ratios), max(ratios)
+        for name in ("rollout_s_per_trained_token", "step_s_per_trained_token"):
+            theirs, mine = ([getattr(each, name) for each in of_run] for of_run in quarters)
+            ratios = [known for known in map(ratio, mine, theirs) if known is not None]
+            found[name] = min(ratios), max(ratios)
         return found
 
     @cached_property
     def differences(self) -> list[str]:
-        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, each once."""
-        sides = self.base, self
-        theirs, mine = (Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in sides)
-        found = [
-            f"{extra.total():,} prompts only {side.name} trained, e.g. {_prompt(min(extra))}"
-            for side, extra in zip(sides, (theirs - mine, mine - theirs), strict=True)
-            if extra
-        ]
-        for side, count in zip(sides, (theirs, mine), strict=True):
-            if repeats := {key: times for key, times in count.items() if times > 1}:
-                example = min(repeats)
-                found.append(
-                    f"{side.name} trained {len(repeats):,} prompts more than once in an epoch, "
-                    f"e.g. {_prompt(example)} {repeats[example]} times"
-                )
-        return found
-
-    @property
-    def unlike(self) -> list[str]:
-        """In words: settings in which it differs from the base."""
-        theirs, mine = self.base.run.settings, self.run.settings
+        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, as often."""
+        theirs, mine = (
+            Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (self.base, self)
+        )
         return [
-            f"the runs differ in {key}: {self.base.name} {getattr(theirs, key)}, {self.name} {getattr(mine, key)}"
-            for key in SHARED_SETTINGS
-            if getattr(theirs, key) != getattr(mine, key)
+            f"{side.name} trained {extra.total():,} prompts that {than.name} did not, or more often, e.g. "
+            f"'{min(extra)[1][:40]}' of epoch {min(extra)[0]}"
+            for side, than, extra in ((self.base, self, theirs - mine), (self, self.base, mine - theirs))
+            if extra
         ]
 
 
@@ -127,7 +111,12 @@ class Comparison:
     @property
     def unlike(self) -> list[str]:
         """In words: settings in which a run differs from the base."""
-        return [line for other in self.others for line in other.unlike]
+        return [
+            f"the runs differ in {key}: {self.base.name} {wanted}, {other.name} {found}"
+            for other in self.others
+            for key in SHARED_SETTINGS
+            if (found := getattr(other.run.settings, key)) != (wanted := getattr(self.base.run.settings, key))
+        ]
 
     @property
     def warnings(self) -> list[str]:
@@ -144,31 +133,17 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:
-    """Their arms if these differ, else what differs in their directories, else numbers.
-
-    Of ``out/noPR/seed_1`` and ``out/PR/seed_1`` it is ``noPR`` and ``PR``.
-    """
+    """Their arms if these differ, else their directories below the one that has them all, else numbers."""
     arms = [str(run.settings.arm) for run in runs]
-    paths = [Path(run.directory).absolute().parts for run in runs]
-    # Of tuples it compares the parts.
-    start = len(os.path.commonprefix(paths))  # noqa: RUF071
-    end = len(os.path.commonprefix([path[start:][::-1] for path in paths]))  # noqa: RUF071
-    differing = ["/".join(path[start : len(path) - end]) for path in paths]
+    above = os.path.commonpath([os.path.abspath(run.directory) for run in runs])
+    directories = [os.path.relpath(run.directory, above) for run in runs]
     numbers = [f"run {number}" for number in range(1, len(runs) + 1)]
-    return next(names for names in (arms, differing, numbers) if all(names) and len(set(names)) == len(runs))
+    return next(names for names in (arms, directories, numbers) if len(set(names)) == len(runs))
 
 
-def _by_parts(run: RunRecord, timer: str) -> list[float]:
-    """Seconds of ``timer`` a trained token, of each part of the run's steps."""
+def _quarters(run: RunRecord) -> list[Summary]:
     bounds = [len(run.steps) * part // PARTS for part in range(PARTS + 1)]
-    parts = [run.steps[first:last] for first, last in itertools.pairwise(bounds)]
-    tokens = [sum(group.tokens for step in part for group in step.round.trained) for part in parts]
-    return [sum(step.seconds(timer) for step in part) / max(1, n) for part, n in zip(parts, tokens, strict=True)]
-
-
-def _prompt(key: tuple[int, str]) -> str:
-    epoch, prompt = key
-    return f"'{prompt[:40]}' of epoch {epoch}"
+    return [Summary(replace(run, steps=run.steps[first:last])) for first, last in itertools.pairwise(bounds)]
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:

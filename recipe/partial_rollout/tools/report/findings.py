@@ -5,15 +5,11 @@ from recipe.partial_rollout.tools.report.comparison import Comparison, Other, Si
 from recipe.partial_rollout.tools.report.summary import ratio
 
 
-def headline(comparison: Comparison, *, ranges: bool = False) -> list[str]:
-    """A line for each run but the base, without full stop: the time that it needed for the base's work.
-
-    Args:
-        ranges: with how far its quarters differ.
-    """
+def headline(comparison: Comparison) -> list[str]:
+    """A line for each run but the base, without full stop: the time that it needed for the base's work."""
     if not comparison.others:
         return [_alone(comparison.base)]
-    return [_against(other, by_wall=comparison.separate, ranges=ranges) for other in comparison.others]
+    return [_against(other, by_wall=comparison.separate) for other in comparison.others]
 
 
 def _alone(side: Side) -> str:
@@ -26,15 +22,8 @@ def _alone(side: Side) -> str:
     )
 
 
-def _against(other: Other, *, by_wall: bool, ranges: bool) -> str:
+def _against(other: Other, *, by_wall: bool) -> str:
     base, ratios = other.base, other.ratios
-
-    def spread(name: str) -> str:
-        if not ranges or name not in other.ranges:
-            return ""
-        low, high = other.ranges[name]
-        return f" ({low:.2f} to {high:.2f} by quarters of the run)"
-
     work = f"The same {other.summary.trained_groups:,} groups" if not other.differences else "Not equal work"
     if by_wall:
         return (
@@ -43,8 +32,7 @@ def _against(other: Other, *, by_wall: bool, ranges: bool) -> str:
         )
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
-        f"{base.name}'s rollout time{spread('rollout_s_per_trained_token')} and "
-        f"{_part(ratios['step_s_per_trained_token'])} its step time{spread('step_s_per_trained_token')}"
+        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
     )
 
 
@@ -70,14 +58,18 @@ def _part(value: float | None) -> str:
 
 def findings(comparison: Comparison) -> list[str]:
     """The headline, then one or two sentences for each run but the base."""
-    lines = [f"{line}." for line in headline(comparison, ranges=True)]
-    base = comparison.base
+    lines = [f"{line}." for line in headline(comparison)]
     for other in comparison.others:
-        placements = {side.run.settings.separate for side in (base, other)}
-        # Slots and speed in rollout are no match for those of a whole run.
-        lines += [_why(base, other)] if len(placements) == 1 else []
-        lines += [*_who_waits(base, other), _cost(base, other)]
+        lines += [*_quarters(other), _cost(other)]
     return lines
+
+
+def _quarters(other: Other) -> list[str]:
+    return [
+        f"By quarters of the run, {other.name} took {low:.2f} to {high:.2f} of {other.base.name}'s "
+        f"{name.partition('_')[0]} time."
+        for name, (low, high) in other.ranges.items()
+    ]
 
 
 def _why(base: Side, other: Side) -> str:
@@ -88,28 +80,8 @@ def _why(base: Side, other: Side) -> str:
     )
 
 
-def _who_waits(base: Side, other: Side) -> list[str]:
-    """A sentence where a run has separate placement."""
-    mine, theirs = other.summary, base.summary
-    if None in (mine.trainer_waits, theirs.trainer_waits):
-        return []
-    if not any(side.run.settings.separate for side in (base, other)):
-        return []
-    holds = [
-        f"; {side.name} held its engines {units.share(side.summary.engines_held)} of it, "
-        f"{units.seconds(side.summary.hold_s.mean)} for each update of the weights"
-        for side in (base, other)
-        if side.summary.hold_s
-    ]
-    return [
-        f"From the first batch to the last, the trainer waited {units.share(mine.trainer_waits)} of the time under "
-        f"{other.name} and {units.share(theirs.trainer_waits)} under {base.name}, an engine stood idle "
-        f"{units.share(mine.engines_idle)} and {units.share(theirs.engines_idle)}{''.join(holds)}."
-    ]
-
-
-def _cost(base: Side, other: Side) -> str:
-    summary = other.summary
+def _cost(other: Other) -> str:
+    summary, base = other.summary, other.base
     parts = []
     if summary.staleness:
         parts.append(

@@ -17,6 +17,9 @@ import numpy as np
 from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.run_record import RunRecord
 
+Bars = list[tuple[float, float]]
+"""start (seconds from the run's) and length of each"""
+
 
 class Trainer(StrEnum):
     """A state of the trainer, and what a legend calls it."""
@@ -32,6 +35,8 @@ class Trainer(StrEnum):
 class Lanes:
     """States over time: bool [interval] each, an interval between two neighbouring ``moments``."""
 
+    start: float
+    """of the run, unix seconds"""
     moments: np.ndarray
     """[moment] unix seconds, ascending, at which a state may change"""
     trainer: dict[Trainer, np.ndarray]
@@ -41,10 +46,10 @@ class Lanes:
     decoding: list[np.ndarray]
     """[replica] it runs a training sample's call and is not held"""
 
-    def spans(self, state: np.ndarray) -> list[tuple[float, float]]:
-        """Start and end (unix seconds) of each time that ``state`` lasted."""
-        changes = self.moments[np.flatnonzero(np.diff(state, prepend=False, append=False))]
-        return list(zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True))
+    def bars(self, state: np.ndarray) -> Bars:
+        """The times that ``state`` lasted."""
+        changes = self.moments[np.flatnonzero(np.diff(state, prepend=False, append=False))] - self.start
+        return list(zip(changes[::2].tolist(), np.diff(changes)[::2].tolist(), strict=True))
 
 
 def covered(moments: np.ndarray, spans: np.ndarray) -> np.ndarray:
@@ -98,4 +103,4 @@ def lanes_of(run: RunRecord) -> Lanes:
         Trainer.TRAIN: during[PhaseName.TRAIN] & ~validate & ~wait & ~held & ~send,
     }
     decoding = [covered(moments, ran[replica == index]) & ~held for index in range(run.settings.replicas)]
-    return Lanes(moments, trainer, held, decoding)
+    return Lanes(run.start, moments, trainer, held, decoding)

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from jinja2 import Template
 
-from recipe.partial_rollout.tools.report.comparison import Comparison, Side
+from recipe.partial_rollout.tools.report.comparison import Comparison
 from recipe.partial_rollout.tools.report.findings import cautions, findings, headline
 from recipe.partial_rollout.tools.report.picture import hue
 from recipe.partial_rollout.tools.report.segments import drawn
@@ -24,7 +24,8 @@ def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
         made: a line that says when and how the page was made.
     """
     runs = [
-        {"title": _title(side), "colour": hue(index), **drawn(side.run)} for index, side in enumerate(comparison.sides)
+        {"title": f"{side.name}: {side.run.settings.experiment}", "colour": hue(at), **drawn(side.run)}
+        for at, side in enumerate(comparison.sides)
     ]
     said, lead = findings(comparison), len(headline(comparison))
     return Template(_file("page.html"), autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
@@ -42,12 +43,6 @@ def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
         style=_file("page.css"),
         script=_file("timeline.js"),
     )
-
-
-def _title(side: Side) -> str:
-    state = "" if side.run.complete else ", not complete"
-    sizes = f"{len(side.run.steps):,} steps, {len(side.run.calls):,} segments"
-    return f"{side.name}: {side.run.settings.experiment}, {sizes}{state}"
 
 
 def _file(name: str) -> str:

@@ -13,13 +13,13 @@ from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fract
 from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import lane_shares
-from recipe.partial_rollout.tools.run_record import RunRecord, Step
+from recipe.partial_rollout.tools.run_record import RunRecord
 
 REWARD_STEPS = 3
-"""The first and last reward are means over this many steps."""
+"""The last reward is a mean over this many steps."""
 PHASES = {
     "gen": (
-        "rollout",
+        "rollout (separate: wait)",
         "Generation; under PR until the batch is complete and the engines are quiet. Under separate placement the wait "
         "for the batch.",
     ),
@@ -60,14 +60,13 @@ class Validation:
 
 
 class Figure(cached_property):
-    """A figure of a run, an attribute of its ``Summary``; those with a label stand in the table of figures."""
+    """A figure of a run, an attribute of its ``Summary``; those with a label stand in the table of figures
+    if a run has them."""
 
     label: str
     words: Callable[[Any], str]
     compared: bool
     """Its ratio to the base is a figure too, and stands beside it."""
-    always: bool
-    """Shown even if no run has it."""
 
     @property
     def means(self) -> str:
@@ -75,14 +74,12 @@ class Figure(cached_property):
         return " ".join((self.__doc__ or "").split())
 
 
-def figure(
-    label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False, always: bool = True
-) -> Callable[[Callable[[Any], Any]], Any]:
+def figure(label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False) -> Callable[[Any], Any]:
     """Decorator of a method that computes a figure."""
 
     def made(of: Callable[[Any], Any]) -> Figure:
         found = Figure(of)
-        found.label, found.words, found.compared, found.always = label, words, compared, always
+        found.label, found.words, found.compared = label, words, compared
         return found
 
     return made
@@ -101,18 +98,6 @@ def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
 
 
-def _speed(steps: Sequence[Step], timer: str) -> float | None:
-    """Tokens of ``steps`` over the seconds of ``timer``."""
-    tokens = sum(step.metrics.get("perf/total_num_tokens", 0) for step in steps)
-    return ratio(tokens, sum(step.seconds(timer) for step in steps))
-
-
-def _used(steps: Sequence[Step], timer: str, key: str) -> float | None:
-    """verl's MFU ``key`` over the seconds of ``timer``."""
-    used = sum(step.metrics.get(f"perf/mfu/{key}", 0) * step.seconds(timer) for step in steps)
-    return ratio(used, sum(step.seconds(timer) for step in steps))
-
-
 def _length_bias(label: str, at: int) -> Any:
     """The figure after the step ``at``."""
 
@@ -125,22 +110,11 @@ def _length_bias(label: str, at: int) -> Any:
     return figure(label, units.decimal)(of)
 
 
-def _reward(label: str, steps: slice) -> Any:
-    def of(self: Summary) -> float | None:
-        """Mean reward of the trained samples."""
-        key = "critic/score/mean"
-        return mean([step.metrics[key] for step in self.run.steps[steps] if key in step.metrics])
-
-    return figure(label, units.precise)(of)
-
-
 class Summary:
     """The figures of a run, those with a label in the order of the table; one is None where the run does not have it."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self._passes = [step for step in run.steps if "perf/mfu/actor_infer" in step.metrics]
-        """with a pass over the batch before the update"""
 
     @figure()
     def phases_s(self) -> dict[str, float]:
@@ -153,11 +127,6 @@ class Summary:
     def rollout_s(self) -> float | None:
         """None under separate placement: all of the run is rollout."""
         return None if self.run.settings.separate else self.phases_s["gen"]
-
-    @figure(compared=True)
-    def train_s(self) -> float:
-        """Under separate placement what is left of the steps without the wait for the batch."""
-        return self.step_s - self.phases_s["gen"]
 
     @figure(compared=True)
     def step_s(self) -> float:
@@ -216,7 +185,7 @@ class Summary:
     @figure("decoded tokens", units.count, compared=True)
     def decoded_tokens(self) -> int:
         """Tokens that the engines made; unfinished samples and lost work included."""
-        return sum(round_.phase.decoded_tokens for round_ in self.run.rounds)
+        return sum(step.decoding.decoded_tokens for step in self.run.steps)
 
     @figure("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def wall_s_per_trained_token(self) -> float | None:
@@ -236,12 +205,12 @@ class Summary:
         """Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle."""
         return self.lane_shares[1]
 
-    @figure("engines held", units.share, always=False)
+    @figure("engines held", units.share)
     def engines_held(self) -> float | None:
         """Share of that time in which all engines stood still for new weights or a checkpoint (separate placement)."""
         return self.lane_shares[2]
 
-    @figure("a hold, mean / p95 / max", units.spread_s, always=False)
+    @figure("a hold, mean / p95 / max", units.spread_s)
     def hold_s(self) -> Spread | None:
         """From the request to hold all engines for new weights until they go on, loading included (separate placement)."""
         # The first weights are loaded before anything decodes.
@@ -253,11 +222,6 @@ class Summary:
         """Seconds of rollout for equal work; none under separate placement, where all of the run is rollout."""
         return ratio(self.rollout_s, self.trained_tokens)
 
-    @figure("training per 1,000 trained tokens", units.kilo_seconds, compared=True)
-    def train_s_per_trained_token(self) -> float | None:
-        """Seconds of a step outside rollout (separate: outside the wait for the batch), for equal work."""
-        return ratio(self.train_s, self.trained_tokens)
-
     @figure("step per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:
         """Seconds of whole steps, for equal work."""
@@ -268,24 +232,6 @@ class Summary:
         """Decoded tokens over the seconds of rollout; under separate placement over those of the run."""
         run_s = sum(round_.phase.seconds for round_ in self.run.rounds)
         return ratio(self.decoded_tokens, run_s if self.rollout_s is None else self.rollout_s)
-
-    @figure("tokens/s of the pass, of the update", units.pair)
-    def trainer_tokens_per_s(self) -> tuple[float | None, float | None]:
-        """Tokens of prompts and responses over verl's timers `old_log_prob`, in steps where verl logs the pass's MFU
-        (v1 logs none), and `update_actor`; several epochs count them once."""
-        return _speed(self._passes, "old_log_prob"), _speed(self.run.steps, "update_actor")
-
-    @figure("MFU of rollout, pass, update", units.shares, always=False)
-    def mfu(self) -> tuple[float | None, ...] | None:
-        """Share of the devices' peak, which verl knows (a CPU's is a guess: 448 GFLOP/s). Rollout's is the pass's, times
-        decoded tokens/s over those of the pass; none under separate placement."""
-        of_pass = _used(self._passes, "old_log_prob", "actor_infer")
-        of_update = _used(self.run.steps, "update_actor", "actor")
-        if not of_update:
-            return None
-        # A decoded token takes what one of the pass does, on the same devices.
-        speed = ratio(ratio(self.decoded_tokens, self.rollout_s), self.trainer_tokens_per_s[0])
-        return None if speed is None or of_pass is None else of_pass * speed, of_pass, of_update
 
     @figure("off-policy tokens", units.share)
     def off_policy_token_fraction(self) -> float | None:
@@ -300,7 +246,7 @@ class Summary:
     @figure("mean trained length", units.count, compared=True)
     def mean_trained_length(self) -> float | None:
         """Response tokens of a trained sample; with tools, theirs included."""
-        return mean([length for step in self.run.steps for length in step.lengths])
+        return mean([length for group in self.run.trained_groups for length in group.lengths])
 
     @figure("sigma of lengths, in a batch / in a group", units.pair)
     def length_sigma(self) -> tuple[float, float] | None:
@@ -311,13 +257,19 @@ class Summary:
     @figure("made by several versions: samples / tokens", units.shares)
     def mixed(self) -> tuple[float, float] | None:
         """Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps."""
-        return _mean_pair([shares for step in self.run.steps if (shares := step.mixed)])
+        samples, tokens = (f"partial_rollout/staleness/mixed_{of}" for of in ("samples", "tokens"))
+        metrics = [step.metrics for step in self.run.steps]
+        return _mean_pair([(each[samples], each[tokens]) for each in metrics if samples in each and tokens in each])
 
     length_bias_step_1 = _length_bias("trained / dispatched length, step 1", 0)
     length_bias_steps_1_to_5 = _length_bias("trained / dispatched length, steps 1-5", 4)
     length_bias = _length_bias("trained / dispatched length, run", -1)
-    reward_first = _reward("reward, first 3 steps", slice(REWARD_STEPS))
-    reward_last = _reward("reward, last 3 steps", slice(-REWARD_STEPS, None))
+
+    @figure(f"reward, last {REWARD_STEPS} steps", units.precise)
+    def reward_last(self) -> float | None:
+        """Mean reward of the trained samples."""
+        last = [step.metrics for step in self.run.steps[-REWARD_STEPS:]]
+        return mean([metrics["critic/score/mean"] for metrics in last if "critic/score/mean" in metrics])
 
     @figure("interrupt, mean / p95 / max", units.spread_s)
     def interrupt_s(self) -> Spread | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
@@ -27,7 +28,7 @@ SETTINGS = {
 
 DEVICES = "devices busy"
 RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
-    ("run", lambda side: side.name, "Its arm, or what its directory has in no other run's."),
+    ("run", lambda side: side.name, "Its arm, or its directory."),
     ("mode", lambda side: _mode(side.run.settings), "noPR: verl's synchronous rollout; else partial_rollout.mode."),
     (
         "trainer, engine",
@@ -85,8 +86,13 @@ def report_console(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The tables of a report; each row has a note that says what it is."""
-    validations = [_validations(comparison)] if _sources(comparison) else []
-    return [_runs(comparison), *validations, _figures(comparison), _phases(comparison), _settings(comparison)]
+    return [
+        _runs(comparison),
+        *_validations(comparison),
+        _figures(comparison),
+        _phases(comparison),
+        _settings(comparison),
+    ]
 
 
 def _runs(comparison: Comparison) -> Table:
@@ -110,48 +116,37 @@ def _steps(side: Side) -> str:
     return f"{units.count(side.summary.steps)}{'' if side.run.complete else ' so far'}"
 
 
-def _sources(comparison: Comparison) -> dict[str, set[str]]:
-    """Kinds of score by data source, of runs that validate several."""
-    found: dict[str, set[str]] = {}
-    for side in comparison.sides:
-        for kind, by_source in side.summary.validation.scores.items():
-            for source in by_source:
-                found.setdefault(source, set()).add(kind)
-    return found if len(found) > 1 else {}
-
-
-def _validations(comparison: Comparison) -> Table:
-    """A line for each data source and kind."""
-
-    def cell(side: Side, source: str, kind: str) -> str:
-        return units.precise(side.summary.validation.scores.get(kind, {}).get(source))
-
+def _validations(comparison: Comparison) -> list[Table]:
+    """A line for each data source and kind of score, if a run validates several sources."""
+    scores = [side.summary.validation.scores for side in comparison.sides]
+    found = {(source, kind) for of_run in scores for kind, by_source in of_run.items() for source in by_source}
+    if len({source for source, _ in found}) < 2:
+        return []
     rows = [
-        [f"{source}, {kind}", *(cell(side, source, kind) for side in comparison.sides)]
-        for source, kinds in sorted(_sources(comparison).items())
-        for kind in sorted(kinds)
+        [f"{source}, {kind}", *(units.precise(of_run.get(kind, {}).get(source)) for of_run in scores)]
+        for source, kind in sorted(found)
     ]
-    return Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)
+    return [Table("Last validation, by data source", ["", *(side.name for side in comparison.sides)], rows)]
 
 
-def _row(label: str, cells: Iterable[Sequence[str]], against: Iterable[str]) -> list[str]:
-    """A label, the base's cells, and those of each other run with its ratio to the base."""
+def _row(label: str, cells: Sequence[str], against: Iterable[str]) -> list[str]:
+    """A label, the base's cell, and that of each other run with its ratio to the base."""
     base, *others = cells
-    return [label, *base, *(cell for mine, ratio in zip(others, against, strict=True) for cell in (*mine, ratio))]
+    return [label, base, *chain.from_iterable(zip(others, against, strict=True))]
 
 
-def _header(comparison: Comparison, *after_value: str) -> list[str]:
+def _header(comparison: Comparison) -> list[str]:
     names = [side.name for side in comparison.sides]
-    return _row("", [(name, *after_value) for name in names], [f"{name} / {names[0]}" for name in names[1:]])
+    return _row("", names, [f"{name} / {names[0]}" for name in names[1:]])
 
 
 def _figures(comparison: Comparison) -> Table:
     rows, notes = [], []
     for name, figure in FIGURES.items():
         values = [getattr(side.summary, name) for side in comparison.sides]
-        if figure.label and (figure.always or any(value is not None for value in values)):
+        if figure.label and any(value is not None for value in values):
             ratios = [units.decimal(each.ratios[name]) if figure.compared else "" for each in comparison.others]
-            rows.append(_row(figure.label, [[figure.words(value)] for value in values], ratios))
+            rows.append(_row(figure.label, list(map(figure.words, values)), ratios))
             notes.append(figure.means)
     return Table("Figures", _header(comparison), rows, notes)
 
@@ -159,19 +154,12 @@ def _figures(comparison: Comparison) -> Table:
 def _phases(comparison: Comparison) -> Table:
     rows, notes = [], []
     for name, (label, means) in PHASES.items():
-        base, *others = (side.summary.phases_s[name] for side in comparison.sides)
-        if any((base, *others)):
-            waits = " (separate: wait)" if name == "gen" and comparison.separate else ""
-            cells = [_share_of_step(name, side) for side in comparison.sides]
-            rows.append(_row(label + waits, cells, [units.decimal(ratio(each, base)) for each in others]))
+        spent = [side.summary.phases_s[name] for side in comparison.sides]
+        if any(spent):
+            ratios = [units.decimal(ratio(each, spent[0])) for each in spent[1:]]
+            rows.append(_row(label, list(map(units.seconds, spent)), ratios))
             notes.append(means)
-    return Table("Time per phase, whole run", _header(comparison, "of step"), rows, notes)
-
-
-def _share_of_step(name: str, side: Side) -> tuple[str, str]:
-    seconds = side.summary.phases_s[name]
-    part = name not in ("testing", "step")
-    return units.seconds(seconds), units.share(ratio(seconds, side.summary.step_s)) if part else ""
+    return Table("Time per phase, whole run", _header(comparison), rows, notes)
 
 
 def _settings(comparison: Comparison) -> Table:

@@ -1,64 +1,49 @@
 """`timeline.png`: what every replica ran at each moment, one run below the other on one time axis."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
 
-from recipe.partial_rollout.records.figures import RunningCurve, running_curve
+from recipe.partial_rollout.records.figures import running_curve
 from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
-from recipe.partial_rollout.tools.report.lanes import Lanes, Trainer, lanes_of
+from recipe.partial_rollout.tools.report.lanes import Bars, Lanes, Trainer, lanes_of
 from recipe.partial_rollout.tools.report.picture import DPI, hue
-from recipe.partial_rollout.tools.report.summary import ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
 """Inches."""
-LEAST_PIXELS = 1.0
-"""A hold is drawn at least this wide."""
-MAX_ROUND_LABELS, MAX_SHADES = 26, 6
-IDLE_COLOUR, TRAIN_COLOUR, VALIDATE_COLOUR = "#FBF3D0", "#DCDCDC", "#C9B8D8"
-HELD_COLOUR, TOOLS_COLOUR = "#1A1A1A", "#E377C2"
+MAX_ROUND_LABELS = 26
+IDLE_COLOUR, HELD_COLOUR = "#FBF3D0", "#1A1A1A"
 TRAINER_COLOURS = {
     Trainer.WAIT: IDLE_COLOUR,
     Trainer.TRAIN: "#A8A8A8",
     Trainer.STAGE: "#7FB08A",
     Trainer.LOAD: HELD_COLOUR,
-    Trainer.VALIDATE: VALIDATE_COLOUR,
+    Trainer.VALIDATE: "#C9B8D8",
 }
-
-Span = tuple[float, float]
-"""Start and length, in seconds from the first round's start."""
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    """A panel a run; below that of a run with separate placement the trainer's lane."""
+    """A panel a run, and below it the trainer's lane."""
     sides = comparison.sides
-    heights = [h for side in sides for h in (PANEL_HEIGHT, *([LANE_HEIGHT] if side.run.settings.separate else []))]
+    heights = [PANEL_HEIGHT, LANE_HEIGHT] * len(sides)
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    longest = max(side.run.end - side.run.start for side in sides)
-    places, panels = iter(rows), []
-    for index, side in enumerate(sides):
-        panels.append(axes := next(places))
-        _draw_side(axes, side, hue(index))
-        _label_rounds(axes, side.run, longest)
-        _label_end(axes, side.run, longest)
-        if side.run.settings.separate:
-            lanes, origin = lanes_of(side.run), side.run.start
-            _draw_holds(axes, lanes, origin, longest, side.run.settings.full_concurrency)
-            _draw_trainer(next(places), lanes, origin)
+    panels = rows[::2]
+    for index, (side, panel, lane) in enumerate(zip(sides, panels, rows[1::2], strict=True)):
+        lanes = lanes_of(side.run)
+        _draw_engines(panel, side, lanes, hue(index))
+        _draw_trainer(lane, lanes)
     tallest = max(axes.get_ylim()[1] for axes in panels)
     for axes in panels:
         axes.set_ylim(0, tallest)
-    rows[0].set_xlim(0, longest * 1.005)
+    rows[0].set_xlim(0, 1.005 * max(side.run.end - side.run.start for side in sides))
     lower = rows[-1]
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
@@ -67,48 +52,34 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_side(axes: Axes, side: Side, colour: str) -> None:
+def _draw_engines(axes: Axes, side: Side, lanes: Lanes, colour: str) -> None:
     settings, origin = side.run.settings, side.run.start
-    full, lanes = settings.full_concurrency, lanes_of(side.run)
-    whole = RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls)
-    curve = running_curve(whole, settings.replicas)
-    layers = np.vstack([np.zeros(len(curve.times)), np.cumsum(curve.running, axis=0)])
-    if not settings.separate:
-        at = axes.get_xaxis_transform()
-        training, validation = lanes.spans(~lanes.trainer[Trainer.WAIT]), lanes.spans(lanes.trainer[Trainer.VALIDATE])
-        _draw_bars(axes, _bars(training, origin), TRAIN_COLOUR, "training (between rounds)", zorder=0, transform=at)
-        _draw_bars(axes, _bars(validation, origin), VALIDATE_COLOUR, str(Trainer.VALIDATE), zorder=0, transform=at)
+    full = settings.full_concurrency
+    curve = running_curve(RolloutPhase(origin, side.run.rounds[-1].phase.end, side.run.calls), settings.replicas)
     rollouts = [(round_.phase.start - origin, round_.phase.seconds) for round_ in side.run.rounds]
-    empty = "slots empty, trainer waits" if settings.separate else "rollout, slots empty"
-    _draw_bars(axes, rollouts, IDLE_COLOUR, empty, yrange=(0, full), zorder=0)
+    _draw_bars(axes, rollouts, IDLE_COLOUR, "slots empty", yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
-    for below, above, shade in zip(layers, layers[1:], _shades(colour, settings.replicas), strict=False):
-        axes.fill_between(
-            curve.times - origin, below, above, color=shade, label=f"running, {side.name}{which}", **style
-        )
-    times, running, in_tools = tools_above(side.run, curve)
-    name = "between two turns, in tools" if in_tools.any() else None
-    axes.fill_between(times - origin, running, running + in_tools, color=TOOLS_COLOUR, label=name, **style)
+    # The hue itself and lighter mixes of it, neighbours well apart.
+    shades = LinearSegmentedColormap.from_list("", [colour, "white"])(np.linspace(0.0, 0.55, settings.replicas))
+    labels = [f"running, {side.name}{which}"]
+    axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=labels, **style)
+    # The edge shows holds that are shorter than a pixel.
+    _draw_bars(
+        axes, lanes.bars(lanes.held), HELD_COLOUR, "engines held", (0, full),
+        zorder=3, linewidth=0.7,
+    )  # fmt: skip
     line = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
     axes.plot([0, side.run.end - side.run.start], [full, full], label=f"full: {full}", **line)
     axes.set_ylabel("running samples")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=8)
+    axes.set_title(_figures(side), loc="left", fontsize=11, color=colour, fontweight="bold", pad=16)
+    _label_rounds(axes, side.run)
 
 
-def _draw_holds(axes: Axes, lanes: Lanes, origin: float, longest: float, full: int) -> None:
-    """Over all that runs: it goes on, but makes no token."""
-    pixel = longest * LEAST_PIXELS / max(1.0, axes.get_window_extent().width)
-    held = [(start, max(length, pixel)) for start, length in _bars(lanes.spans(lanes.held), origin)]
-    _draw_bars(axes, held, HELD_COLOUR, "engines held, weights load", yrange=(0, full), zorder=3)
-
-
-def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
+def _draw_trainer(axes: Axes, lanes: Lanes) -> None:
     for state in Trainer:
-        # Waiting and loading have the colours of empty slots and of holds, and their names.
-        name = None if state in (Trainer.WAIT, Trainer.LOAD) else str(state)
-        _draw_bars(axes, _bars(lanes.spans(lanes.trainer[state]), origin), TRAINER_COLOURS[state], name)
+        _draw_bars(axes, lanes.bars(lanes.trainer[state]), TRAINER_COLOURS[state], str(state))
     axes.set_ylim(0, 1)
     axes.set_yticks([0.5], ["trainer"])
     axes.tick_params(axis="y", length=0)
@@ -116,81 +87,36 @@ def _draw_trainer(axes: Axes, lanes: Lanes, origin: float) -> None:
 
 
 def _draw_bars(
-    axes: Axes, bars: list[Span], colour: str, name: str | None, yrange: tuple[float, float] = (0, 1), **style: Any
+    axes: Axes, bars: Bars, colour: str, name: str, yrange: tuple[float, float] = (0, 1), **style: Any
 ) -> None:
     """Under ``name`` in the legend, if there are any."""
-    axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, linewidth=0, antialiased=False, **style)
-
-
-def _bars(spans: Iterable[tuple[float, float]], origin: float) -> list[Span]:
-    """From start and end in unix seconds."""
-    return [(start - origin, end - start) for start, end in spans]
+    style = {"linewidth": 0, "antialiased": False, **style}
+    axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, **style)
 
 
 def _figures(side: Side) -> str:
     summary = side.summary
-    if side.run.settings.separate:
-        return (
-            f"{side.name}, separate: trainer waits {units.share(summary.trainer_waits)}, engines idle "
-            f"{units.share(summary.engines_idle)}, held {units.share(summary.engines_held)}; "
-            f"slots empty {units.share(summary.bubble_fraction)}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
-        )
     return (
-        f"{side.name}: rollout {units.seconds(summary.rollout_s)}, "
-        f"{units.share(ratio(summary.rollout_s, summary.step_s))} of step time; "
-        f"slots empty {units.share(summary.bubble_fraction)} of rollout; "
-        f"{units.count(summary.decoded_tokens_per_s)} tokens/s"
+        f"{side.name}: slots empty {units.share(summary.bubble_fraction)} of "
+        f"{'the run' if side.run.settings.separate else 'rollout'}; {units.count(summary.decoded_tokens_per_s)} tokens/s"
     )
 
 
-def tools_above(run: RunRecord, curve: RunningCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[point] moments (unix seconds), running samples, and those that are between two turns; steps, as ``RunningCurve``."""
-    _, left, back = run.calls.between_turns()
-    times = np.unique(np.concatenate([curve.times, left, back]))
-    at, gone, returned = (np.searchsorted(np.sort(each), times, side="right") for each in (curve.times, left, back))
-    return times, curve.running.sum(axis=0)[at - 1], gone - returned
-
-
-def _shades(colour: str, count: int) -> list[tuple[float, float, float]]:
-    """The hue itself and lighter mixes of it, one a replica, neighbours well apart."""
-    whites = [0.0] if count == 1 else [0.55 * index / (count - 1) for index in range(count)]
-    red, green, blue = to_rgb(colour)
-    return [(red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white) for white in whites]
-
-
-def _label_rounds(axes: Axes, run: RunRecord, longest: float) -> None:
-    """The number of every round above its middle, or of as many as fit."""
-    origin = run.start
-    places: list[float] = []
-    labels: list[str] = []
-    for round_ in run.rounds:
-        middle = (round_.phase.start + round_.phase.end) / 2 - origin
-        if not places or middle - places[-1] >= longest / MAX_ROUND_LABELS:
-            places.append(middle)
-            labels.append(str(round_.step))
-    top = axes.secondary_xaxis("top")
-    top.set_xticks(places, labels, fontsize=8, color="#555555")
-    top.tick_params(length=2, pad=1, color="#999999")
-    top.spines["top"].set_visible(False)
-
-
-def _label_end(axes: Axes, run: RunRecord, longest: float) -> None:
-    """Says when the shorter run ended, where the picture leaves room."""
-    if (duration := run.end - run.start) < 0.85 * longest:
-        place = (duration + 0.008 * longest, 0.5)
-        words = f"ends after {units.seconds(duration)}"
-        axes.text(*place, words, transform=axes.get_xaxis_transform(), fontsize=11, color="#555555", va="center")
+def _label_rounds(axes: Axes, run: RunRecord) -> None:
+    """The number of each round above its middle, or of every few if there are many."""
+    for round_ in run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]:
+        middle = (round_.phase.start + round_.phase.end) / 2 - run.start
+        style = {"ha": "center", "fontsize": 8, "color": "#555555"}
+        axes.text(middle, 1.01, str(round_.step), transform=axes.get_xaxis_transform(), **style)
 
 
 def _draw_legend(figure: Figure) -> None:
-    """What is drawn by name, once: of many shades of one name a few."""
-    by_name: dict[str, list[Any]] = {}
+    """What is drawn by name, once."""
+    by_name: dict[str, Any] = {}
     for axes in figure.axes:
         for drawn, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            by_name.setdefault(name, []).append(drawn)
-    shades: list[Any] = [tuple(drawn[:: -(-len(drawn) // MAX_SHADES)]) for drawn in by_name.values()]
-    handler = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+            by_name.setdefault(name, drawn)
     figure.legend(
-        shades, list(by_name), handler_map=handler, loc="outside lower center", ncols=min(6, len(shades)),
+        list(by_name.values()), list(by_name), loc="outside lower center", ncols=min(5, len(by_name)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
     )  # fmt: skip
