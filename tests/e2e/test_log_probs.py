@@ -21,7 +21,13 @@ ODD = (40, 41, 42)
 """letters that no answer to the prompt has"""
 UNCACHED = {"skip_reading_prefix_cache": True}
 """sampling of a request that finds no kept blocks"""
-ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm")
+ROLLOUT = SimpleNamespace(
+    response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm", temperature=0.0
+)
+CONFIG = SimpleNamespace(
+    actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
+    partial_rollout=SimpleNamespace(correction="none", trust_region="auto"),
+)
 
 
 class Server:
@@ -64,7 +70,7 @@ class Server:
 
 async def response_of(engine, interrupt_after, **sampling):
     """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
-    client = PartialRolloutLLMClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT)))
+    client = PartialRolloutLLMClient(CONFIG)
     client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
     client.tokenizer = build_tokenizer()
     sample = live_sample(Keeper(), id=f"s{interrupt_after}")

@@ -34,7 +34,9 @@ RETRY = FailureLimits(sample_retries=2)
 def config_of(response_length=64, prompt_length=16, **more):
     sizes = {"response_length": response_length, "prompt_length": prompt_length}
     rollout = SimpleNamespace(**sizes, scheduling_policy="fcfs", name="vllm", **more)
-    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    # Scripted loops sample as they like.
+    ours = SimpleNamespace(correction="none", trust_region="auto")
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), partial_rollout=ours)
 
 
 def output_of(prompt, response, mask=None, **fields):
@@ -116,7 +118,9 @@ class LoopWorker(ScriptedWorker):
         self.config.trainer.save_freq, self.config.data = life.save_freq, {}
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
         agent = SimpleNamespace(default_agent_loop="mine")
-        self.rollout_config = SimpleNamespace(**vars(life.config.actor_rollout_ref.rollout), **sampling, agent=agent)
+        self.rollout_config = SimpleNamespace(
+            **{**vars(life.config.actor_rollout_ref.rollout), **sampling}, agent=agent
+        )
         self.vocabulary = 1000
         self.llm_client = PartialRolloutLLMClient(life.config)
 

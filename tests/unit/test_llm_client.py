@@ -19,8 +19,11 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, Re
 from recipe.partial_rollout.worker.observed import REQUEST
 from tests.unit.shared import Keeper, live_sample, script_replicas
 
-ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm")
-CONFIG = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT))
+ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm", temperature=1.0)
+CONFIG = SimpleNamespace(
+    actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
+    partial_rollout=SimpleNamespace(correction="decoupled", trust_region="auto"),
+)
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameter
     assert output.token_ids == [5, 6, 7, 8] and of(sample.segments) == [([5, 6, 7], 3, None), ([8], 4, "completed")]
     assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
     assert of(sample.keeper.segments) == [([5, 6, 7], 3, None)]
-    first = {"temperature": 1.0, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
+    first = {"temperature": 1.0, "logprobs": True, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
     second = first | {"max_tokens": 6, "min_tokens": 1}
     assert [request[1:] for request in engine.requests] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
     assert params == {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}, "the caller's are left alone"

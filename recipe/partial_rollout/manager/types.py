@@ -67,6 +67,11 @@ class Segment:
                 f"segment with {self.token_ids.shape[0]} tokens and {self.log_probs.shape[0]} log-probs: "
                 f"the engine must return one log-prob per token (rollout.calculate_log_probs=True)"
             )
+        if not (finite := np.isfinite(self.log_probs)).all():
+            first = int(finite.argmin())
+            raise RuntimeError(
+                f"the engine gave {self.log_probs[first]} as the log-prob of token {self.token_ids[first]}"
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -41,7 +41,12 @@ from recipe.partial_rollout.worker.live_sample import (
     Turn,
     context_hash,
 )
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
+from recipe.partial_rollout.worker.llm_client import (
+    PartialRolloutLLMClient,
+    ReplicaChoice,
+    SampleClient,
+    SamplingError,
+)
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
 from recipe.partial_rollout.worker.tool_deadline import timed
 
@@ -248,16 +253,25 @@ def _align(
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)
     made, known = np.zeros((2, len(response_ids)), bool)
+    owners = np.full(len(response_ids), -1)
     for turn, start, length in _in_place(sample.turns, prompt_ids, response_ids):
         place, engines = slice(start, start + length), turn.log_probs[:length]
         fits = generated[place] if given is None else generated[place] & (given[place] == engines)
         versions[place][fits], log_probs[place][fits] = turn.versions[:length][fits], engines[fits]
+        owners[place][fits] = turn.number
         made[place] = True
         known[place] |= fits
     if (unmade := generated & ~made).any():
         raise _refusal(sample, _whose(sample.turns, response_ids, unmade))
     if not known[generated].all():
         raise _refusal(sample, "log-probs that are not the engine's")
+    for turn in sample.turns:
+        if turn.unlike and (count := int((owners == turn.number).sum())):
+            raise SamplingError(
+                f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}. The trainer's log-probs are "
+                f"of the whole distribution at rollout.temperature and cannot be compared with the engine's: leave it out of "
+                f"the calls that are trained, or set partial_rollout.correction=none"
+            )
     return versions, log_probs
 
 

@@ -162,6 +162,8 @@ class Turn:
     asked: str
     """``digest_of`` prompt and sampling parameters"""
     segments: list[Segment]
+    unlike: str = ""
+    """the sampling parameter by which its tokens cannot be trained (``llm_client.unlike_training``); "" if they can"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
@@ -255,13 +257,13 @@ class LiveSample:
         first = min((segment.version for segment in self.segments), default=-1)
         return first if first >= 0 else None
 
-    def start_turn(self, start: int, context: bytes = b"", asked: str = "") -> Turn:
+    def start_turn(self, start: int, context: bytes = b"", asked: str = "", unlike: str = "") -> Turn:
         """Begin a turn after ``start`` tokens.
 
         The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
         under another context for any other call.
         """
-        turn = Turn(self._next_turn, start, context, asked, [])
+        turn = Turn(self._next_turn, start, context, asked, [], unlike)
         if self._known and self._known[0].asked == asked:
             turn.number, turn.segments, self._known = 0, self._known, []
         else:

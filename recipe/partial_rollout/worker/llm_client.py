@@ -27,9 +27,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from verl.utils.tokenizer.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.settings import ResumeKV
+from recipe.partial_rollout.config.settings import Correction, ResumeKV, TrustRegion
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.waits import ReplicaError
@@ -58,8 +59,20 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     # The generator of a resumed call would draw the noise of the turn's first tokens again.
     "seed": (None, -1),
+    # A resumed call's prompt has the tokens made before.
+    "prompt_logprobs": (None,),
 }
 """parameters that a resumed call would apply to its own tokens alone, with the values that switch each off"""
+_WHOLE: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+}
+"""parameters that change the distribution over the vocabulary, with the values that leave it as it is"""
 
 
 class SampleClient(OneOfASample):
@@ -157,6 +170,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """the model's; finds stop strings"""
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
+        ours = self.config.partial_rollout
+        self._compares = ours.correction != Correction.NONE or ours.trust_region == TrustRegion.MASK
+        """whether the loss compares the trainer's log-probs with the engine's"""
 
     def _vllm_request_id(self, request_id: str) -> str:
         sample = REQUEST.get().sample
@@ -173,9 +189,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         self.replicas.release(server_id)
 
     async def generate_turn(
-        self, sample: LiveSample, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+        self, sample: LiveSample, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
         """Generate one turn of ``sample``, in one engine call or in several if it is interrupted.
+
+        Args:
+            prompt_ids: of any kind that verl's server takes (``normalize_token_ids``).
+            sampling_params: of verl's server. The engine gives log-probs whether or not they ask for any.
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
@@ -189,11 +209,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """
         sample.require_life()
         check_sampling(sample.id, sampling_params, self.tokenizer)
+        prompt_ids, params = normalize_token_ids(prompt_ids), {**sampling_params, "logprobs": True}
+        rollout = self.config.actor_rollout_ref.rollout
+        unlike = unlike_training(sampling_params, rollout.temperature) if self._compares else ""
         known = sample.turns[-1].start + len(sample.turns[-1]) if sample.turns else 0
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
-        turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params))
-        last = await self._complete(sample, turn, prompt.tolist(), sampling_params, min(known, len(prompt)), kwargs)
+        turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params), unlike)
+        last = await self._complete(sample, turn, prompt_ids, params, min(known, len(prompt)), kwargs)
         return self._merge(turn.segments, last)
 
     async def _complete(
@@ -300,7 +323,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
 
 class SamplingError(ValueError):
-    """A sampling parameter that would not survive an interruption."""
+    """A sampling parameter that would not survive an interruption, or with which no token can be trained."""
 
 
 def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> None:
@@ -320,6 +343,22 @@ def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> No
                 f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to each call anew, so an "
                 f"interruption would change what it does: leave it out, or set partial_rollout.enable=False"
             )
+
+
+def unlike_training(params: dict[str, Any], temperature: float) -> str:
+    """Name the parameter with which the engine samples from another distribution than the trainer computes, or "".
+
+    The engine's log-probs are of the distribution that it samples from: of the tokens that ``top_p`` keeps, for example.
+
+    Args:
+        temperature: the trainer's.
+
+    >>> unlike_training({"temperature": 1.0, "top_p": 0.7, "top_k": -1}, 1.0), unlike_training({"top_p": 1.0}, 1.0)
+    ('top_p=0.7', '')
+    """
+    if (asked := params.get("temperature", 1.0)) != temperature:
+        return f"temperature={asked}"
+    return next((f"{key}={params[key]}" for key, whole in _WHOLE.items() if params.get(key) not in whole), "")
 
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
