@@ -203,6 +203,7 @@ MISTAKES = {
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
     f"{FILTERS} {MODEL_RM}.enable=True": "enable_resource_pool=False: True with reward.reward_model.enable=True and",
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor=null": "penalty_factor=None: at least 0",
+    f"{PENALTY}.max_resp_len=null": "max_resp_len=None: tokens: ${data.max_response_length}",
     # a split that cannot work
     f"{SEPARATE} {P}.resume_kv=recompute {ROLLOUT}.free_cache_engine=True": f"engine=True: False with {SEPARATE}",
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "resource_pool=False: True with",

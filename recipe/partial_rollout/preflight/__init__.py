@@ -53,7 +53,7 @@ def _raise(_: Kind, error: ConfigError) -> None:
 
 
 def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
-    """Check ``config``, and complete it in place: paths, interpolations, attention, tools, bucket size, seed.
+    """Check ``config``, and complete it in place: paths, interpolations, attention, bucket size.
 
     Args:
         refuse: called with each mistake.

@@ -20,12 +20,13 @@ from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.inputs import MODEL
 
-_SEED, _ROWS = "data.seed", "data.train_files"
+_ROWS = "data.train_files"
 _ALIKE = (
     "partial_rollout.enable",
     "data.train_batch_size",
     "actor_rollout_ref.rollout.n",
     "data.shuffle",
+    "data.seed",
     "data.dataloader_num_workers",
     "actor_rollout_ref.actor.strategy",
 )
@@ -83,14 +84,15 @@ def _compare(key: str, checkpoints: RunCheckpoints) -> None:
     if key not in saved or here == saved[key] or (key in _GROWING and here > saved[key]):
         return
     bound = "at least " if key in _GROWING and not isinstance(here, bool) else ""
-    was = "null" if saved[key] is None else saved[key]
     why = f": {_WHY[key]}" if key in _WHY else ""
-    words = f"{bound}{was}, as in {checkpoints.chosen}{why}; trainer.resume_mode=disable starts the training over"
+    words = (
+        f"{bound}{saved[key]}, as in {checkpoints.chosen}{why}; trainer.resume_mode=disable starts the training over"
+    )
     raise fail(key, here, words)
 
 
 def _made_of(config: DictConfig) -> dict[str, Any]:
-    facts = {key: OmegaConf.select(config, key) for key in (*_ALIKE, _SEED)}
+    facts = {key: OmegaConf.select(config, key) for key in _ALIKE}
     if config.partial_rollout.enable:
         facts |= {key: OmegaConf.select(config, key, default=False) for key in _GROWING}
     # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.

@@ -219,6 +219,8 @@ _LEARNING = (
     *where(
         ("reward.reward_manager.name=dapo", f"{OVERLONG}.enable=True"),
         Rule(f"{OVERLONG}.penalty_factor", lambda v, _: v >= 0, "at least 0"),
+        # Where the buffer has no length of its own, the recipe gives it a fifth of this.
+        Rule("reward.reward_kwargs.max_resp_len", lambda v, _: v >= 1, "tokens: ${data.max_response_length}"),
     ),
 )
 _ENGINES = (
