@@ -175,7 +175,7 @@ def in_one_line(program: Callable[[], None]) -> None:
     except Exception as error:
         from recipe.partial_rollout.preflight.verl_keys import of_hydra
 
-        refuse(error if isinstance(error, ConfigError) else of_hydra(error, sys.argv[1:]))
+        refuse(error if isinstance(error, ConfigError) else of_hydra(error))
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -14,6 +14,7 @@ WITHIN_S = 180.0
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8"
 FIXED = f"{ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False"
+MANAGER = "reward.reward_manager"
 GDPO, KEYS = "algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys"
 MISTAKES = {
     # the engine
@@ -23,6 +24,9 @@ MISTAKES = {
     f"{ROLLOUT}.quantization=int3": "int3",
     f"{ROLLOUT}.max_model_len=9999": "9999",
     f"{ROLLOUT}.dtype=half8": "half8",
+    f"partial_rollout.enable=False {ROLLOUT}.agent.num_workers=3": "chunk",
+    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 90}": "AF_UNIX",
+    f"{ROLLOUT}.agent.default_agent_loop=mine {ROLLOUT}.agent.agent_loop_config_path={{rows}}/loops.yaml": "Counter",
     # the trainer's model
     f"{ACTOR}.fsdp_config.dtype=fp9": "fp9",
     f"+{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp9": "fp9",
@@ -41,6 +45,9 @@ MISTAKES = {
     "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
     "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
     "algorithm.rollout_correction.rollout_rs=5": "rollout_rs",
+    # rewards
+    "algorithm=dapo reward.reward_kwargs.overlong_buffer_cfg.len=2000": "overlong_buffer",
+    f"{MANAGER}.source=importlib {MANAGER}.name=Own {MANAGER}.module.path=/nowhere.py": "/nowhere.py",
     # how a batch is divided
     f"{FIXED} {ACTOR}.ppo_{MICRO}=3 {ROLLOUT}.log_prob_{MICRO}=4": "micro",
     f"{FIXED} {ACTOR}.ppo_{MICRO}=4 {ROLLOUT}.log_prob_{MICRO}=5": "micro",
@@ -54,6 +61,7 @@ MISTAKES = {
     # rows
     "data.train_files={rows}/null.parquet": "reward_model",
     "data.train_files={rows}/taken.parquet": "output",
+    "data.prompt_key=promt data.filter_overlong_prompts=False": "promt",
 }
 """overrides, and a word of the error"""
 SMALL = (
@@ -70,11 +78,13 @@ SMALL = (
 
 @pytest.fixture
 def rows(tmp_path):
-    """A folder with data files on whose rows verl breaks."""
+    """A folder with data files on whose rows verl breaks, and an agent loop that is none."""
     prompt = [{"role": "user", "content": "1+1"}]
     row = {"prompt": prompt, "data_source": "clock10", "reward_model": {"style": "rule", "ground_truth": "2"}}
     pd.DataFrame([row, {**row, "reward_model": None}] * 8).to_parquet(tmp_path / "null.parquet")
     pd.DataFrame([{**row, "output": "1"}] * 16).to_parquet(tmp_path / "taken.parquet")
+    # A class without the method that verl calls.
+    (tmp_path / "loops.yaml").write_text("[{name: mine, _target_: collections.Counter}]")
     return tmp_path
 
 

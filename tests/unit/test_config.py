@@ -122,6 +122,7 @@ SEPARATE, BACKEND, TP = (
 )
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
 V1 = "trainer.use_v1=True"
+JOINS = "+ray_kwargs.ray_init.address=auto"
 MODEL_RM, LORA = f"{P}.reward_in_worker=False reward.reward_model", "actor_rollout_ref.model.lora"
 MISTAKES = {
     f"{ROLLOUT}.n=0": "at least 1",
@@ -135,7 +136,7 @@ MISTAKES = {
     f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; with partial_rollout.mode=april",
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
     f"{P}.overlap=-1": "above -1",
-    f"{P}.enable=False trainer.use_v1=True algorithm.adv_estimator=remax": "any other with trainer.use_v1=True: verl's v1",
+    f"{P}.enable=False trainer.use_v1=True algorithm.adv_estimator=remax": "any other with trainer.use_v1=True and",
     f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",
@@ -145,6 +146,8 @@ MISTAKES = {
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files=/nowhere/b.parquet": "an existing parquet file",
+    "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
+    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer with data.shuffle and max_samples",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 with trainer.use_v1=True: partial_rollout.max_",
     f"{V1} trainer.v1.sampler.max_off_policy_strategy=wait": "drop with trainer.use_v1=True: nothing is dropped",
     f"{V1} trainer.v1.sampler.custom_sampler.path=a.py": "null with trainer.use_v1=True: the recipe's manager",
@@ -155,7 +158,7 @@ MISTAKES = {
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "reward.reward_model.enable=True": "partial_rollout.reward_in_worker=True: False with",
     "algorithm.adv_estimator=remax": "any other",
-    "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: any other with algorithm.adv_estimator=gae",
+    "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null with",
     f"{ROLLOUT}.enable_rollout_routing_replay=True": "False with partial_rollout.enable=True: an interrupted",
     f"{ROLLOUT}.disaggregation.enabled=True": "False with partial_rollout.enable=True",
     f"{ROLLOUT}.full_determinism=True": "False with partial_rollout.enable=True: every request is seeded alike",
@@ -168,7 +171,7 @@ MISTAKES = {
     f"{P}.trust_region_bounds=0.2": "=0.2: [low, high], each a number above 0, or null",
     f"{P}.trust_region_bounds=[0,0.3]": "=[0, 0.3]: [low, high], each a number above 0, or null",
     f"{P}.trust_region_bounds=[low,0.3]": "[low, high], each a number above 0, or null",
-    f"{CORRECTION}.rollout_is=row": "one of geometric, sequence, token, or null for token",
+    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token with",
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=None: a number above 0",
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
@@ -177,7 +180,7 @@ MISTAKES = {
     f"{P}.correction=none {LOSS}=dro": "policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null for",
     "distillation.enabled=True": "False with partial_rollout.enable=True: its loss",
-    f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, sequence, or null for geometric, with",
+    f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence with",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null with partial_rollout.correction=none",
     f"{P}.correction=none {CORRECTION}.rollout_is=''": "null with partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
@@ -185,10 +188,8 @@ MISTAKES = {
     f"{LOSS}=dppo_tv {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null with trainer.device=cpu: vLLM's proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated with partial_rollout.enable=False",
-    f"{P}.enable=False {ROLLOUT}.agent.num_workers=3": "=3: a divisor of 8, the samples of a step, with partial_",
-    f"{P}.enable=False algorithm.adv_estimator=remax {ROLLOUT}.agent.num_workers=8": "=8: a divisor of 12, the samples of",
-    f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": "resume_kv=keep: recompute, or",
-    f"{P}.resume_kv=keep {ROLLOUT}.enable_prefix_caching=False": "resume_kv=keep: recompute, or",
+    f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: False with {P}.resume_kv=keep and",
+    f"{P}.resume_kv=keep {ROLLOUT}.enable_prefix_caching=False": "caching=False: True with",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
     f"algorithm=grpo_passk {ROLLOUT}.n=1": "at least 2 with algorithm.adv_estimator=grpo_passk, whose",
     f"+algorithm.gdpo_reward_keys=[acc] algorithm.adv_estimator=gdpo {ROLLOUT}.n=1": (
@@ -198,23 +199,21 @@ MISTAKES = {
     f"{FILTERS} {ROLLOUT}.n=1": f"{FILTERS}: False with actor_rollout_ref.rollout.n=1",
     f"{FILTERS} {FILTER}.metric=null": "metric=None: reward, or a name of its extra information",
     f"{FILTERS} {FILTER}.max_num_gen_batches=1": "0 for no limit, or at least 2",
-    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": "one of 1, null: partial_rollout.over",
+    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": f"one of 1, null with {FILTERS}: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
-    f"{FILTERS} reward.reward_model.enable=True {P}.reward_in_worker=False": f"{FILTERS}: False, or reward.reward_model",
-    f"{PENALTY}.overlong_buffer_cfg.len=2000": "1 to reward.reward_kwargs.max_resp_len=1536",
-    f"{PENALTY}.overlong_buffer_cfg.len=0": "1 to reward.reward_kwargs.max_resp_len=1536",
+    f"{FILTERS} {MODEL_RM}.enable=True": "enable_resource_pool=False: True with reward.reward_model.enable=True and",
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor=null": "penalty_factor=None: at least 0",
     f"{PENALTY}.max_resp_len=null": "max_resp_len=None: tokens: ${data.max_response_length}",
     # a split that cannot work
     f"{SEPARATE} {P}.resume_kv=recompute {ROLLOUT}.free_cache_engine=True": f"engine=True: False with {SEPARATE}",
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "resource_pool=False: True with",
-    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: 0 with {SEPARATE} and no critic",
+    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: 0 with {SEPARATE}: its steps",
     f"{SEPARATE} {LORA}_rank=8 {LORA}.merge=False": "lora.merge=False: True with",
     f"{SEPARATE} {ROLLOUT}.nnodes=0": f"nnodes=0: at least 1 with {SEPARATE}",
     f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
     f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
     f"{SPLIT}=1 {BACKEND}=naive": f"backend=naive: shm (one node) or nccl (GPUs) with {SEPARATE}",
-    f"{SPLIT}=1 {BACKEND}=shm trainer.nnodes=2": f"trainer.nnodes=2: 1 with {BACKEND}=shm",
+    f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: 1 with {BACKEND}=shm",
     f"{SPLIT}=1 {BACKEND}=shm {ROLLOUT}.nnodes=2": f"rollout.nnodes=2: 1 with {BACKEND}=shm",
     f"{BACKEND}=nccl": f"backend=nccl: naive with {P}.enable=True",
 }
@@ -246,10 +245,10 @@ VERLS_MISTAKES = {
     "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
     f"+{ROLLOUT}.swap_space=3": "unexpected keyword argument 'swap_space'",
     f"+{ROLLOUT}.val_kwargs.seed=1": "seed",
-    f"{ACTOR}.grad_clip=0.5": f"1.0: verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
-    "custom_reward_function.path=mine.py": "null: verl 0.9.1 reads reward.custom_reward_function instead",
-    "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "null: verl 0.9.1 reads the keys of reward instead",
-    "+data.sampler.class_path=mine.py": "null: verl 0.9.1 does not read it",
+    f"{ACTOR}.grad_clip=0.5": f"verl's default, 1.0: verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
+    "custom_reward_function.path=mine.py": "verl 0.9.1 reads reward.custom_reward_function instead",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "verl 0.9.1 reads the keys of reward instead",
+    "+data.sampler.class_path=mine.py": "verl 0.9.1 does not read it",
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "above 0",
@@ -268,7 +267,7 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"as {ACTOR}.use_dynamic_bsz=True",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
-    f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops (FileNotFoundError",
+    f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",
     f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
@@ -341,7 +340,9 @@ def test_sequence_parallel_devices_share_the_longest_sample(configure, monkeypat
         f"{ACTOR}.ppo_{BUDGET}=800",
     ]
     check_config(configure(*shared))
-    with pytest.raises(ConfigError, match=f"ppo_{BUDGET}=799: at least 800, .* on each of the 2 devices that share it"):
+    with pytest.raises(
+        ConfigError, match=rf"ppo_{BUDGET}=799: at least 800, .* on each of 2 device\(s\) that share it"
+    ):
         check_config(configure(*shared[:4], f"{ACTOR}.ppo_{BUDGET}=799"))
 
 

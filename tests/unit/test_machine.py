@@ -20,7 +20,7 @@ from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, lacks
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize
-from verl_ext import command
+from verl_ext import command, guard, v1
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 
@@ -159,14 +159,14 @@ def test_verls_own_trainer_runs_the_configs_of_this_repository_once_they_are_che
     monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: ran.append(config))
     verl_trainer.main.__wrapped__(build("trainer.use_v1=True", "trainer.v1.trainer_mode=colocate_async"))
     (config,) = ran
-    assert (seen, config.partial_rollout.enable) == ([True], False)
+    assert (seen, config.partial_rollout.enable) == ([False], False)
 
 
 @pytest.mark.parametrize(
     ("lacks", "line"),
     [
         ("actor_rollout_ref.model.path=/nowhere", "actor_rollout_ref.model.path=/nowhere: a local model"),
-        ("transfer_queue", "trainer.v1.trainer_mode=colocate"),
+        ("transfer_queue", "trainer.use_v1=True: another, or the package transfer_queue"),
     ],
 )
 def test_verls_own_trainer_does_not_start_without_model_or_queue(build, monkeypatch, capsys, lacks, line):
@@ -179,20 +179,17 @@ def test_verls_own_trainer_does_not_start_without_model_or_queue(build, monkeypa
     assert end.value.code == 2 and error.startswith(f"config error: {line}")
 
 
-def test_another_release_of_the_queue_is_refused_under_v1_alone(build, monkeypatch):
+def test_another_release_of_the_queue_is_refused(monkeypatch):
     """The deadline of its clients is a patch of one release; verl takes any from 0.1.10 on."""
-    for module in ("guard", "v1"):
-        monkeypatch.setattr(f"verl_ext.{module}.installed", lambda package: "0.1.12")
-    (error,) = map(str, missing_packages(build("trainer.use_v1=True")))
-    assert error.startswith(
-        "trainer.use_v1=True: False, or verl_ext.v1.bound_controller is written for TransferQueue==0.1.11"
-    )
-    assert not list(missing_packages(build())) and not list(missing_packages(build("arm=colocate_async")))
+    for module in (guard, v1):
+        monkeypatch.setattr(module, "installed", lambda package: "0.1.12")
+    with pytest.raises(guard.UnsupportedVersionError, match=r"bound_controller is written for TransferQueue==0\.1\.11"):
+        v1.has_queue("v1.bound_controller")
 
 
 def test_packages_that_the_gpu_set_brings_are_in_its_lock():
     locked = re.findall(r"^([\w.-]+)==", (ROOT / "requirements-gpu.txt").read_text(), re.M)
-    ours = {DISTRIBUTIONS[package.module] for package in PACKAGES if package.brought_by == inputs.INSTALL_GPU}
+    ours = {DISTRIBUTIONS[module] for module, _, _, brought_by in PACKAGES if brought_by == inputs.INSTALL_GPU}
     assert len(ours) == 2 and ours <= set(locked)
 
 
@@ -200,10 +197,11 @@ def test_verl_still_needs_the_package_where_the_map_says_so():
     import verl.checkpoint_engine
     import verl.trainer.main_ppo
 
-    modules = {package.value: package.module for package in PACKAGES}
+    modules = {key: module for module, key, _, _ in PACKAGES}
     nccl = Path(verl.checkpoint_engine.__file__).with_name("nccl_checkpoint_engine.py").read_text()
     trainer = Path(verl.trainer.main_ppo.__file__).read_text()
-    assert f"import {modules['nccl']}" in nccl and f"import {modules['colocate_async']}" in trainer
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    assert f"import {modules[backend]}" in nccl and f"import {modules['trainer.use_v1']}" in trainer
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig, S
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.scheduling import QueuedGroup, get_scheduling_priority, order_of
 from recipe.partial_rollout.manager.types import Prompt, PromptGroup, RolloutFailedError
-from recipe.partial_rollout.preflight.rows import check_rows
 from tests.unit import orders
 from tests.unit.shared import InProcess, settings_of
 
@@ -118,13 +117,6 @@ def test_order_that_does_not_load_is_refused_in_one_line(value, message):
     with pytest.raises(ConfigError) as caught:
         order_of(read(PartialRolloutConfig, {"scheduling": {"policy": value}}, ROOT)["scheduling"], 1)
     assert str(caught.value).startswith(f"{POLICY}={value}: {message}") and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("order", orders.BROKEN, ids=lambda order: order.__name__)
-def test_key_that_breaks_on_a_row_is_refused_before_ray(resolved_config, order):
-    config = resolved_config("quickstart_cpu", f"{POLICY}={named(order)}")
-    with pytest.raises(ConfigError, match=rf"^{POLICY}={named(order)}: its key of "):
-        check_rows(config, PartialRolloutConfig.from_config(config), [{"index": 0, "extra_info": {}}])
 
 
 def test_example_of_the_page_orders_prompts(manager, tmp_path, monkeypatch):

@@ -209,29 +209,10 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     assert start(arm=other).session.checkpoints.resumed_step == 2
 
 
-def test_critic_that_the_checkpoint_does_not_hold_is_refused(start, inputs):
-    start(save=2)
-    critic = f"critic.model.path={inputs.model}", "critic.ppo_mini_batch_size=4"
-    with pytest.raises(ConfigError, match=r"^algorithm.adv_estimator=gae: one without a critic, as in .*global_step_2"):
-        start("algorithm.adv_estimator=gae", *critic)
-
-
 def test_longer_samples_and_more_steps_go_on(start):
     start(save=2)
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
     assert start(*longer, "trainer.total_epochs=9").session.checkpoints.resumed_step == 2
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_rows_drawn_without_a_seed_are_the_same_in_every_process_of_the_run(start, arm):
-    drawn = "data.seed=null", "data.train_max_samples=8", "data.val_max_samples=8"
-
-    def taken(runner):
-        return [[each["index"] for each in data.dataframe] for data in runner.checked.datasets]
-
-    first = start(*drawn, arm=arm, save=2)
-    assert taken(start(*drawn, arm=arm, save=3)) == taken(first) == taken(start(*drawn, arm=arm))
-    assert taken(start(*drawn, "trainer.resume_mode=disable", arm=arm)) != taken(first)
 
 
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):

@@ -37,7 +37,7 @@ def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, caps
     "overrides",
     [
         (f"{ROLLOUT}.n_gpus_per_node=3",),
-        (f"{BACKEND}=nccl", f"{ROLLOUT}.nnodes=3", "trainer.nnodes=2"),
+        (f"{BACKEND}=nccl", f"{ROLLOUT}.nnodes=3", "trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto"),
         ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True"),
     ],
 )

@@ -15,7 +15,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, verls_own
-from recipe.partial_rollout.manager.scheduling import order_of
 from recipe.partial_rollout.preflight.inputs import (
     MODEL,
     check_device,
@@ -24,12 +23,11 @@ from recipe.partial_rollout.preflight.inputs import (
     missing_packages,
     size_bucket,
 )
-from recipe.partial_rollout.preflight.paths import check_sockets, write_in_full
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import check_columns, check_patterns, check_rows, dataset_of
+from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dataset_of
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
-from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, expand_homes, resolved
+from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
 from recipe.partial_rollout.training.trackers import choose_mode
 from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext.command import foreign_recipe
@@ -55,7 +53,7 @@ def _raise(_: Kind, error: ConfigError) -> None:
 
 
 def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
-    """Check ``config``, and complete it in place: paths, interpolations, attention, tools, bucket size, seed.
+    """Check ``config``, and complete it in place: paths, interpolations, attention, bucket size.
 
     Args:
         refuse: called with each mistake.
@@ -71,10 +69,7 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     settings = check_settings(config, refuse)
     for check in (check_ray_address, missing_packages):
         _run(check, config, "missing", refuse)
-    inputs = list(missing_inputs(config))
-    for error in inputs:
-        refuse("missing", error)
-    if inputs:
+    if _run(missing_inputs, config, "missing", refuse):
         return Checked(settings)
     size_bucket(config)
     try:
@@ -86,31 +81,31 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
 
 def check_settings(config: DictConfig, refuse: Refuse = _raise) -> PartialRolloutConfig:
     """Check keys, their relations, and the code that they name; return the settings."""
-    expand_homes(config)
     check_verl_keys(resolved(config))
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.
     OmegaConf.resolve(config)
     write_in_full(config)
-    seen = _without_pr(config) if verls_own(config) else config
-    settings = PartialRolloutConfig.from_config(seen)
-
-    def check_order(_: DictConfig) -> None:
-        order_of(settings.scheduling, settings.batch_groups)
-
+    settings = PartialRolloutConfig.from_config(config)
     # Tools and libraries may register what later checks look for.
-    for check in (find_tools, check_sockets, check_patterns):
+    for check in (
+        find_tools,
+        import_libraries,
+        check_rules,
+        check_by_verl,
+        lambda config: check_code(config, settings),
+        lambda config: choose_mode(config.trainer.logger),
+    ):
         _run(check, config, "setting", refuse)
-    for check in (import_libraries, check_rules, check_by_verl, check_code, check_order, _check_tracker):
-        _run(check, seen, "setting", refuse)
     return settings
 
 
 def _load(config: DictConfig, settings: PartialRolloutConfig) -> Checked:
     """Load what the run trains on, and check it against the settings and against the checkpoint to resume."""
     checkpoints = None if verls_own(config) else check_checkpoints(config)
-    path = config.actor_rollout_ref.model.path
-    with refusing(MODEL, path, "a model whose tokenizer and configuration verl can load"):
+    with refusing(
+        MODEL, config.actor_rollout_ref.model.path, "a model whose tokenizer and configuration verl can load"
+    ):
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     tokenizer, processor = model.tokenizer, model.processor
     train, val = (dataset_of(config, split, tokenizer, processor) for split in ("train", "val"))
@@ -125,8 +120,10 @@ def _load(config: DictConfig, settings: PartialRolloutConfig) -> Checked:
     return Checked(settings, checkpoints, tokenizer, processor, (train, val))
 
 
-def _run(check: Callable[[DictConfig], Iterable[ConfigError] | None], config: DictConfig, kind: Kind, refuse: Refuse):
-    """Have ``check`` yield or raise its mistakes."""
+def _run(
+    check: Callable[[DictConfig], Iterable[ConfigError] | None], config: DictConfig, kind: Kind, refuse: Refuse
+) -> list[ConfigError]:
+    """The mistakes that ``check`` yields or raises, each of which is refused."""
     errors: list[ConfigError] = []
     try:
         errors += check(config) or ()
@@ -134,19 +131,4 @@ def _run(check: Callable[[DictConfig], Iterable[ConfigError] | None], config: Di
         errors.append(error)
     for error in errors:
         refuse(kind, error)
-
-
-def _check_tracker(config: DictConfig) -> None:
-    choose_mode(config.trainer.logger)
-
-
-def _without_pr(config: DictConfig) -> DictConfig:
-    """A copy in which verl's own v1 trainer, whose settings noPR shares, is noPR."""
-    copy: Any = OmegaConf.create(OmegaConf.to_container(config))
-    copy.trainer.use_v1 = copy.partial_rollout.enable = False
-    # The v1 trainer has no parts of the recipe's that these would replace.
-    copy.actor_rollout_ref.rollout.agent.agent_loop_manager_class = None
-    copy.actor_rollout_ref.rollout.checkpoint_manager_class = copy.trainer.checkpoint_callback_class = None
-    # Its manager deals out prompts, in any number.
-    copy.actor_rollout_ref.rollout.agent.num_workers = 1
-    return copy
+    return errors

@@ -9,8 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 import ray
 import torch
@@ -21,11 +20,9 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import V1_MODE, engine_devices, trainer_devices, verls_own
-from recipe.partial_rollout.preflight.facts import at
+from recipe.partial_rollout.config.settings import engine_devices, trainer_devices
+from recipe.partial_rollout.preflight.rule import at
 from verl_ext.command import no_device
-from verl_ext.guard import UnsupportedVersionError
-from verl_ext.v1 import has_queue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
@@ -42,7 +39,7 @@ _PROBE_S = 5.0
 
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
-    """An error for each input that is not there."""
+    """An error for each model and data file that is not there."""
     models = {
         MODEL: True,
         "critic.model.path": need_critic(config),
@@ -53,32 +50,14 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
             model_config(str(at(config, key)), key)
         except ConfigError as error:
             yield error
-    for key, name in data_files(config):
-        if not Path(name).is_file():
-            yield fail(key, name, f"an existing parquet file{_how_to_write(config)}")
-    nodes = config.trainer.nnodes
-    if nodes > 1 and not (os.environ.get("RAY_ADDRESS") or at(config, "ray_kwargs.ray_init.address")):
-        yield fail(
-            "trainer.nnodes",
-            nodes,
-            "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the "
-            "others, then RAY_ADDRESS=auto",
-        )
-
-
-def data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Key and name of each data file."""
+    sets = at(config, "recipe.data_sets")
+    command = f"python -m recipe.partial_rollout.tools data {sets} --out {at(config, 'recipe.data')}"
+    words = f"an existing parquet file; `{command}` writes it (DATA=DIR)" if sets else "an existing parquet file"
     for key in ("data.train_files", "data.val_files"):
         files = at(config, key)
         for name in [files] if isinstance(files, str) else files:
-            yield key, str(name)
-
-
-def _how_to_write(config: DictConfig) -> str:
-    names = at(config, "recipe.data_sets")
-    if not names:
-        return ""
-    return f"; `python -m recipe.partial_rollout.tools data {names} --out {config.recipe.data}` writes it (DATA=DIR)"
+            if not Path(str(name)).is_file():
+                yield fail(key, name, words)
 
 
 def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
@@ -87,6 +66,8 @@ def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
     Raises:
         ConfigError: it is neither; says how to get it.
     """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
     local = Path(path) / "config.json"
     words = (
         "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B; where the hub cannot be "
@@ -94,26 +75,18 @@ def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
     )
     # The hub's client raises what its transport raises; whatever it is, the model is not here.
     with refusing(key, path, words):
-        return json.loads((local if local.is_file() else _of_hub(path)).read_text())
+        found = local if local.is_file() else try_to_load_from_cache(path, "config.json")
+        if not isinstance(found, str | Path):
+            reach_hub()
+            found = hf_hub_download(path, "config.json")
+        return json.loads(Path(found).read_text())
 
 
 def reach_hub() -> None:
     """Raises what the hub's client raises, if the hub does not answer in seconds or ``HF_HUB_OFFLINE`` is set."""
     from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE:
-        raise ConnectionError("HF_HUB_OFFLINE is set")
     get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
-
-
-def _of_hub(path: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, "config.json")
-    if isinstance(cached, str):
-        return Path(cached)
-    reach_hub()
-    return Path(hf_hub_download(path, "config.json"))
 
 
 def fetch_model(config: DictConfig) -> None:
@@ -127,15 +100,13 @@ def fetch_model(config: DictConfig) -> None:
         return
     from huggingface_hub import snapshot_download
 
-    left_out = ["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]
     with refusing(MODEL, path, "a model whose files the hub gives"):
-        snapshot_download(path, ignore_patterns=left_out)
+        snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"])
 
 
 def weight_bytes(config: DictConfig) -> int:
     """Bytes of a weight in the trainer."""
-    fsdp = config.actor_rollout_ref.actor.get("fsdp_config") or {}
-    dtype = fsdp.get("model_dtype")
+    dtype = at(config, "actor.fsdp_config.model_dtype")
     # verl trains null in float32.
     return 4 if dtype is None or dtype in FLOAT_LIST else 2
 
@@ -167,44 +138,27 @@ def without_weights(config: DictConfig) -> torch.nn.Module:
         return torch.nn.Module()
 
 
-class Package(NamedTuple):
-    """A package that a run imports if ``key`` has ``value``; the command ``brought_by`` installs it."""
-
-    module: str
-    key: str
-    value: str | bool
-    brought_by: str = INSTALL_GPU
-
-
 PACKAGES = (
-    Package("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
-    Package("liger_kernel", "actor_rollout_ref.model.use_liger", True, "pip install liger-kernel"),
-    Package("transfer_queue", "trainer.v1.trainer_mode", "colocate_async"),
-    Package("transfer_queue", "trainer.v1.trainer_mode", V1_MODE),
-    Package("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
-    Package("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
-    Package("sglang", "actor_rollout_ref.rollout.name", "sglang", "pip install sglang"),
+    ("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl", INSTALL_GPU),
+    ("liger_kernel", "actor_rollout_ref.model.use_liger", True, "pip install liger-kernel"),
+    ("transfer_queue", "trainer.use_v1", True, INSTALL_GPU),
+    ("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
+    ("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
+    ("sglang", "actor_rollout_ref.rollout.name", "sglang", "pip install sglang"),
     *(
-        Package(name, "actor_rollout_ref.rollout.trace.backend", name, f"pip install {name}")
+        (name, "actor_rollout_ref.rollout.trace.backend", name, f"pip install {name}")
         for name in ("mlflow", "trackio", "weave")
     ),
 )
-"""optional imports, which a run would make once its engines are started"""
+"""module, key and value that import it, and the command that installs it: a run would import them with its engines up"""
 
 
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each package that ``config`` needs and this environment lacks."""
     for module, key, value, brought_by in PACKAGES:
-        # Every arm has a trainer mode; verl's v1 trainer alone reads it.
-        unread = key.startswith("trainer.v1.") and not config.trainer.use_v1
-        if at(config, key) == value and not unread and find_spec(module) is None:
+        if at(config, key) == value and find_spec(module) is None:
             words = f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
             yield fail(key, value, words)
-    if config.trainer.use_v1 and not verls_own(config):
-        try:
-            has_queue("v1.bound_controller")
-        except UnsupportedVersionError as error:
-            yield fail("trainer.use_v1", True, f"False, or {error}")
 
 
 # -- devices, and Ray ----------------------------------------------------------------------------------------------------
@@ -212,8 +166,6 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 """options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
 _ANSWERS_S = 2.0
-_CLIENT_PORT = 10001
-"""Ray's, for ``ray://HOST``"""
 
 
 def check_device(config: DictConfig) -> None:
@@ -241,24 +193,21 @@ def check_ray_address(config: DictConfig) -> None:
         ConfigError: it takes none within two seconds, or the address is malformed.
     """
     options = ray_options(config)
-    key, address, named = "ray_kwargs.ray_init.address", options.get("address"), os.environ.get("RAY_ADDRESS")
-    if address in (None, "", "auto") and named:
+    key, address, named = "ray_kwargs.ray_init.address", options.get("address") or "", os.environ.get("RAY_ADDRESS")
+    if address in ("", "auto") and named:
         key, address = "RAY_ADDRESS", named
-    scheme, is_url, place = str(address or "").rpartition("://")
+    place = address.removeprefix("ray://")
     # Ray asks a plugin about other schemes.
-    if ray.is_initialized() or address == "local" or scheme not in ("", "ray"):
+    if ray.is_initialized() or place == "local" or "://" in place:
         return
     words = "HOST:PORT of a Ray cluster that answers, auto for one of this machine, or local for a new one"
     with refusing(key, address, words, (ValueError, OSError)):
-        if address in (None, "", "auto"):
-            place = services.canonicalize_bootstrap_address(address or None, options.get("_temp_dir"))  # type: ignore[arg-type]
-        if not place:
-            return
-        parts = urlsplit(f"//{place}")
-        port = parts.port or (_CLIENT_PORT if is_url else None)
-        if not (parts.hostname and port):
-            raise ValueError("it lacks a host or a port")
-        socket.create_connection((parts.hostname, port), _ANSWERS_S).close()
+        if place in ("", "auto"):
+            place = services.canonicalize_bootstrap_address(place or None, options.get("_temp_dir"))  # type: ignore[arg-type]
+        # None where a new Ray would start.
+        if place:
+            host, _, port = place.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
 
 
 def cpus_for_ray(config: DictConfig) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.inputs import MODEL
 
-_SEED, _ROWS = "data.seed", "data.train_files"
+_ROWS = "data.train_files"
 _ALIKE = (
     "partial_rollout.enable",
     "data.train_batch_size",
     "actor_rollout_ref.rollout.n",
     "data.shuffle",
+    "data.seed",
     "data.dataloader_num_workers",
     "actor_rollout_ref.actor.strategy",
 )
@@ -48,8 +48,6 @@ _WHY = _GROWING | {_TRAINERS: "its shards belong to that many trainers"}
 def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     """The run's checkpoints, which know what it is made of, but for its rows.
 
-    A seed that the config leaves open is filled in, in place.
-
     Raises:
         ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
     """
@@ -60,14 +58,9 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
         checkpoints = RunCheckpoints(run_dir, trainer.resume_mode, trainer.get("resume_from_path"), keep)
     except (TornCheckpointError, ForeignCheckpointError) as error:
         raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
-    found, saved = checkpoints.chosen, _saved(checkpoints)
-    if found is not None:
-        _check_critic(found, config)
-    _settle_seed(config, saved)
-    made_of = _made_of(config)
-    for key in _LOADED if config.trainer.get("val_only") else made_of:
-        _compare(key, made_of[key], saved, found)
-    checkpoints.made_of = made_of
+    checkpoints.made_of = _made_of(config)
+    for key in _LOADED if trainer.get("val_only") else checkpoints.made_of:
+        _compare(key, checkpoints)
     return checkpoints
 
 
@@ -77,56 +70,35 @@ def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset:
     Raises:
         ConfigError: those of the checkpoint that it resumes are others.
     """
-    here = checkpoints.made_of[_ROWS] = rows_identity(dataset)
+    checkpoints.made_of[_ROWS] = rows_identity(dataset)
     if not config.trainer.get("val_only"):
-        _compare(_ROWS, here, _saved(checkpoints), checkpoints.chosen)
+        _compare(_ROWS, checkpoints)
 
 
 def _saved(checkpoints: RunCheckpoints) -> dict[str, Any]:
     return checkpoints.resumed.made_of if checkpoints.resumed else {}
 
 
-def _compare(key: str, here: Any, saved: Mapping[str, Any], found: Path | None) -> None:
-    if key not in saved or here == saved[key]:
+def _compare(key: str, checkpoints: RunCheckpoints) -> None:
+    here, saved = checkpoints.made_of[key], _saved(checkpoints)
+    if key not in saved or here == saved[key] or (key in _GROWING and here > saved[key]):
         return
-    allowed = f"{json.dumps(saved[key]) if saved[key] is None else saved[key]}, as in {found}"
-    if key in _GROWING:
-        if here > saved[key]:
-            return
-        allowed = allowed if isinstance(here, bool) else f"at least {allowed}"
+    bound = "at least " if key in _GROWING and not isinstance(here, bool) else ""
     why = f": {_WHY[key]}" if key in _WHY else ""
-    raise fail(key, here, f"{allowed}{why}; trainer.resume_mode=disable starts the training over")
+    words = (
+        f"{bound}{saved[key]}, as in {checkpoints.chosen}{why}; trainer.resume_mode=disable starts the training over"
+    )
+    raise fail(key, here, words)
 
 
 def _made_of(config: DictConfig) -> dict[str, Any]:
-    values = {key: OmegaConf.select(config, key) for key in (*_ALIKE, _SEED)}
-    facts = {key: OmegaConf.to_container(each) if OmegaConf.is_config(each) else each for key, each in values.items()}
+    facts = {key: OmegaConf.select(config, key) for key in _ALIKE}
     if config.partial_rollout.enable:
-        bounds = {key: OmegaConf.select(config, key) for key in _GROWING}
-        facts |= {key: False if bound is None else bound for key, bound in bounds.items()}
+        facts |= {key: OmegaConf.select(config, key, default=False) for key in _GROWING}
     # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.
     facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
     # The name alone: a model may be moved, or be of the hub on one machine and a copy on another.
     return facts | {MODEL: Path(str(config.actor_rollout_ref.model.path)).name}
-
-
-def _settle_seed(config: DictConfig, saved: Mapping[str, Any]) -> None:
-    """A seed that the config leaves open is the checkpoint's, or drawn where verl would draw other rows in each process."""
-    data = config.data
-    if data.get("seed") is not None:
-        return
-    draws = data.shuffle and any((data.get(f"{split}_max_samples") or -1) > 0 for split in ("train", "val"))
-    if saved.get(_SEED) is not None:
-        data.seed = saved[_SEED]
-    elif draws and _SEED not in saved:
-        data.seed = secrets.randbelow(1 << 31)
-        print(f"data.seed={data.seed} is drawn: another run takes the same rows with it")
-
-
-def _check_critic(checkpoint: Path, config: DictConfig) -> None:
-    if need_critic(config) and not (checkpoint / "critic").is_dir():
-        estimator = config.algorithm.adv_estimator
-        raise fail("algorithm.adv_estimator", estimator, f"one without a critic, as in {checkpoint}, which holds none")
 
 
 def rows_identity(dataset: Sequence[Any]) -> str:

@@ -1,76 +1,79 @@
-"""How a check of the configuration is written: a key, what holds of its value, what is allowed, and where and why.
+"""How a rule is written: a row of a key, what holds of its value, what is allowed and why; ``where`` says when it applies.
 
-A key of ``actor_rollout_ref`` is written without that, such as ``rollout.n``. What is allowed may quote a value of the
-configuration, such as ``{rollout.n}``, or a function of ``facts``, such as ``{replica_devices}``.
+A key of ``actor_rollout_ref`` is written without that, such as ``rollout.n``. Below are what rules ask of a configuration.
 """
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from math import lcm, prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.trainer.ppo.utils import need_reference_policy
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
-from recipe.partial_rollout.preflight import facts
-from recipe.partial_rollout.preflight.facts import at, full
+from recipe.partial_rollout.config.settings import trainer_devices
+from recipe.partial_rollout.training.loss import weight_level
 
-_BATCH, _GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
-_QUOTED = re.compile(r"(?<!\$)\{([\w.]+)\}")
-
-
-class When(NamedTuple):
-    """Where a rule applies."""
-
-    applies: Callable[[DictConfig], Any]
-    words: str = ""
-    """what the message says of it"""
+BATCH, GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
+CORRECTION, LOSS = "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
+Condition = str | Callable[[DictConfig], Any]
+"""a key's value as text, such as ``rollout.n=1``, which the message says; or a predicate"""
 
 
-ALWAYS = When(lambda config: True)
+def full(key: str) -> str:
+    """``key`` as verl has it; a part of ``actor_rollout_ref`` may be written without that, such as ``rollout.n``."""
+    return f"actor_rollout_ref.{key}" if key.partition(".")[0] in ("actor", "model", "ref", "rollout") else key
 
 
-def on(key: str, value: Any = True, also: When = ALWAYS) -> When:
-    """Where ``key`` has ``value``, and ``also`` applies."""
-    return When(lambda config: at(config, key) == value and also.applies(config), f"with {full(key)}={value}")
+def at(config: DictConfig, key: str) -> Any:
+    """The value of ``key``; None if it is not there."""
+    return OmegaConf.select(config, full(key))
 
 
 class Rule(NamedTuple):
-    """What must hold of a key's value, where the rule applies."""
+    """What must hold of a key's value, where all of ``when`` apply."""
 
     key: str
     holds: Callable[[Any, DictConfig], Any]
     """of value and config; a value that it cannot read does not hold"""
     allowed: str | Callable[[DictConfig], str]
     why: str = ""
-    when: When = ALWAYS
+    when: tuple[Condition, ...] = ()
 
     def refusal(self, config: DictConfig) -> ConfigError | None:
+        """The error for the key, if the rule applies and its value does not hold."""
         value = at(config, self.key)
-        if not self.when.applies(config) or self._is_held_by(value, config):
+        if not all(applies(condition, config) for condition in self.when):
             return None
-        allowed = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
-        words = _QUOTED.sub(lambda found: _quoted(config, found[1]), f"{allowed} {self.when.words}".rstrip())
-        return fail(full(self.key), value, words + (f": {self.why}" if self.why else ""))
-
-    def _is_held_by(self, value: Any, config: DictConfig) -> Any:
-        try:
-            return self.holds(value, config)
-        except (AttributeError, TypeError, ValueError):
-            # The value is of another kind than the rule reads.
-            return False
+        with suppress(AttributeError, TypeError, ValueError, ZeroDivisionError):
+            if self.holds(value, config):
+                return None
+        words = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
+        said = " and ".join(full(condition) for condition in self.when if isinstance(condition, str))
+        return fail(full(self.key), value, words + (said and f" with {said}") + (self.why and f": {self.why}"))
 
 
-def _quoted(config: DictConfig, name: str) -> str:
-    fact = getattr(facts, name, None)
-    value = fact(config) if fact else at(config, name)
-    return ", ".join(sorted(value)) if isinstance(value, Collection) and not isinstance(value, str) else str(value)
+def applies(condition: Condition, config: DictConfig) -> Any:
+    """Whether ``condition`` applies to ``config``."""
+    if callable(condition):
+        return condition(config)
+    key, _, value = condition.partition("=")
+    return str(at(config, key)) == value
 
 
-def where(when: When, *rules: Rule) -> list[Rule]:
-    return [rule._replace(when=when) for rule in rules]
+def where(conditions: Condition | tuple[Condition, ...], *rules: Rule) -> tuple[Rule, ...]:
+    """``rules``, for where ``conditions`` apply too."""
+    more = conditions if isinstance(conditions, tuple) else (conditions,)
+    return tuple(rule._replace(when=(*rule.when, *more)) for rule in rules)
 
 
 def broken(rules: Iterable[Rule], config: DictConfig) -> Iterator[ConfigError]:
@@ -87,29 +90,13 @@ def only(key: str, wanted: Any, why: str = "") -> Rule:
     return Rule(key, lambda value, _: (value or False) == (wanted or False), words, why)
 
 
-def other_than(key: str, refused: Any, why: str = "") -> Rule:
-    return Rule(key, lambda value, _: value != refused, "any other", why)
-
-
 def one_of(key: str, names: Collection[Any], why: str = "") -> Rule:
-    def words(_: DictConfig) -> str:
-        # Composed late, because a registry of verl's may grow after the import.
-        return "one of " + ", ".join(sorted("null" if name is None else str(name) for name in names))
-
-    return Rule(key, lambda value, _: value in names, words, why)
-
-
-def least(key: str, bound: float, why: str = "") -> Rule:
-    return Rule(key, lambda value, _: value >= bound, f"at least {bound:g}", why)
-
-
-def same(key: str, other: str, why: str = "") -> Rule:
-    return Rule(key, lambda value, c: value == at(c, other), f"as {full(other)}={{{other}}}", why)
-
-
-def or_null(rule: Rule) -> Rule:
-    return rule._replace(
-        holds=lambda value, c: value is None or rule.holds(value, c), allowed=f"{rule.allowed}, or null"
+    # The words are composed late, because a registry of verl's may grow after the import.
+    return Rule(
+        key,
+        lambda value, _: value in names,
+        lambda _: "one of " + ", ".join(sorted("null" if name is None else str(name) for name in names)),
+        why,
     )
 
 
@@ -123,31 +110,83 @@ def divisible(key: str, times: str, by: Callable[[DictConfig], int], what: str, 
     )
 
 
-def budget(key: str, engine: str, when: When = ALWAYS) -> Rule:
+def budget(key: str, engine: str) -> Rule:
     """Tokens of a micro-batch, which cannot split a sample."""
-
-    def words(config: DictConfig) -> str:
-        sharing, tokens = facts.split(config, engine)[1], facts.longest(config)
-        shared = f" on each of the {sharing} devices that share it" if sharing > 1 else ""
-        sample = "the tokens of the longest sample (rollout.prompt_length + rollout.response_length)"
-        return f"at least {-(-tokens // sharing):,}, {sample}{shared}"
-
-    return Rule(key, lambda v, c: v * facts.split(c, engine)[1] >= facts.longest(c), words, when=when)
-
-
-def passes() -> Iterator[Rule]:
-    """Update, log-probs and reference, where their micro-batches are made by tokens."""
-    for node, name, flag, engine, when in (
-        ("actor", "ppo", "use_dynamic_bsz", "actor", ALWAYS),
-        ("rollout", "log_prob", "log_prob_use_dynamic_bsz", "actor", ALWAYS),
-        ("ref", "log_prob", "log_prob_use_dynamic_bsz", "ref", When(need_reference_policy)),
-    ):
-        yield budget(f"{node}.{name}_max_token_len_per_gpu", engine, on(f"{node}.{flag}", True, when))
+    return Rule(
+        key,
+        lambda value, c: value * split(c, engine)[1] >= longest(c),
+        lambda c: (
+            f"at least {-(-longest(c) // split(c, engine)[1]):,}, the tokens of the longest sample "
+            f"(rollout.prompt_length + rollout.response_length) on each of {split(c, engine)[1]} device(s) that share it"
+        ),
+    )
 
 
-def divided(engine: str) -> Iterator[Rule]:
+def divided(engine: str) -> tuple[Rule, ...]:
     """Batch, mini-batch and devices of ``engine``."""
     mini = f"{engine}.ppo_mini_batch_size"
-    yield Rule(mini, lambda v, c: v >= 1 and at(c, _BATCH) % v == 0, f"a divisor of {_BATCH}={{{_BATCH}}}")
-    yield divisible(mini, "rollout.n", lambda c: facts.copies(c, engine), "device(s)")
-    yield divisible(_GPUS, "trainer.nnodes", lambda c: facts.split(c, engine)[0], f"devices that share {engine}")
+    return (
+        Rule(mini, lambda v, c: v >= 1 and at(c, BATCH) % v == 0, lambda c: f"a divisor of {BATCH}={at(c, BATCH)}"),
+        divisible(mini, "rollout.n", lambda c: copies(c, engine), "device(s)"),
+        divisible(GPUS, "trainer.nnodes", lambda c: split(c, engine)[0], f"devices that share {engine}"),
+    )
+
+
+# -- what rules ask ----------------------------------------------------------------------------------------------------
+
+
+def replica_devices(config: DictConfig) -> int:
+    """Devices of an engine replica."""
+    rollout = config.actor_rollout_ref.rollout
+    return prod((rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.pipeline_model_parallel_size))
+
+
+def longest(config: DictConfig) -> int:
+    """Tokens of the longest sample."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.prompt_length + rollout.response_length
+
+
+def split(config: DictConfig, engine: str) -> tuple[int, int]:
+    """Devices that share the model of ``engine`` (actor, ref or critic), and those of them that share a sequence."""
+    node = at(config, engine)
+    if node.strategy == "megatron":
+        megatron = node.megatron
+        context = megatron.context_parallel_size
+        return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * context, context
+    inner = node.get("fsdp_config") or node.get("fsdp") or {}
+    sequence = max(node.get("ulysses_sequence_parallel_size") or 1, inner.get("ulysses_sequence_parallel_size") or 1)
+    return sequence, sequence
+
+
+def copies(config: DictConfig, engine: str) -> int:
+    """Parts that ``engine`` divides a batch into."""
+    return max(1, trainer_devices(config) // split(config, engine)[0])
+
+
+def parts(config: DictConfig) -> int:
+    """Parts that a batch must divide into, for the actor and for a reference."""
+    engines = ("actor", "ref") if need_reference_policy(config) else ("actor",)
+    return lcm(*(copies(config, engine) for engine in engines))
+
+
+def most_calls(config: DictConfig) -> int:
+    """Samples that verl's server takes at once, beside calls that control it."""
+    server: Any = RolloutReplica.max_concurrency
+    return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout)) - CONTROL_METHOD_CONCURRENCY
+
+
+def compares_siblings(config: DictConfig) -> bool:
+    """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
+    estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
+    if estimator is None or not estimator.__module__.startswith("verl."):
+        return False
+    return "index" in inspect.signature(estimator).parameters
+
+
+def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
+    """Whether a token of weight 1 keeps it; raises what verl raises for a threshold that it does not take."""
+    level = at(config, f"{CORRECTION}.rollout_is") or weight_level(at(config, LOSS))
+    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
+    return bool(weights.any())

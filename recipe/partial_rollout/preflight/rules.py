@@ -7,6 +7,7 @@ here refuse them.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.keys import ConfigError
@@ -22,75 +23,114 @@ from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
     Placement,
-    ResumeKV,
     TrustRegion,
     engine_devices,
     trainer_devices,
+    verls_own,
 )
-from recipe.partial_rollout.preflight import facts
-from recipe.partial_rollout.preflight.facts import at
 from recipe.partial_rollout.preflight.rule import (
+    BATCH,
+    CORRECTION,
+    GPUS,
+    LOSS,
     Rule,
-    When,
+    at,
     broken,
     budget,
+    compares_siblings,
     divided,
     divisible,
-    least,
-    on,
+    keeps_on_policy_tokens,
+    longest,
+    most_calls,
     one_of,
     only,
-    or_null,
-    other_than,
-    passes,
-    same,
+    parts,
+    replica_devices,
     where,
 )
+from recipe.partial_rollout.training.loss import WeightLevel, weight_level
 from verl_ext.guard import TESTED, installed_pair
 
-_BATCH, _GPUS, _BACKEND = "data.train_batch_size", "trainer.n_gpus_per_node", "rollout.checkpoint_engine.backend"
-_FILTER, _CORRECTION, _LOSS = "algorithm.filter_groups", "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
-_LONGEST_RESPONSE = "reward.reward_kwargs.max_resp_len"
+_BACKEND, _FILTER = "rollout.checkpoint_engine.backend", "algorithm.filter_groups"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 _ROUTES = "routes are not kept over interruptions"
+_SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
-_PR, _NO_PR = on("partial_rollout.enable"), on("partial_rollout.enable", False)
-_SEPARATE = on("partial_rollout.placement", Placement.SEPARATE)
-_COLOCATED = on("partial_rollout.placement", Placement.COLOCATED, _PR)._replace(words=_PR.words)
-_V1 = on("trainer.use_v1")
-_UNCORRECTED = on("partial_rollout.correction", Correction.NONE, _PR)
-_CORRECTED = When(lambda c: _PR.applies(c) and not _UNCORRECTED.applies(c))
-_CRITIC = When(need_critic)
-_FILTERED = When(lambda c: at(c, f"{_FILTER}.enable"))
-_FSDP = When(lambda c: at(c, "actor.strategy") != "megatron")
+_PR, _NO_PR = "partial_rollout.enable=True", "partial_rollout.enable=False"
+_SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
+_UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
+_V1, _REWARD_MODEL, _FILTERED = "trainer.use_v1=True", "reward.reward_model.enable=True", f"{_FILTER}.enable=True"
 
 
 _TRAINING = (
     one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
     # how a batch is divided
-    divisible(_BATCH, "rollout.n", facts.parts, "device(s)"),
-    or_null(same("data.gen_batch_size", _BATCH)),
+    divisible(BATCH, "rollout.n", parts, "device(s)"),
+    Rule(
+        "data.gen_batch_size",
+        lambda v, c: v in (None, at(c, BATCH)),
+        lambda c: f"as {BATCH}={at(c, BATCH)}, or null",
+    ),
     *divided("actor"),
-    same("rollout.log_prob_use_dynamic_bsz", "actor.use_dynamic_bsz", "verl's worker asserts it"),
-    *passes(),
-    *where(_CRITIC, *divided("critic"), budget("critic.ppo_max_token_len_per_gpu", "critic")),
+    Rule(
+        "rollout.log_prob_use_dynamic_bsz",
+        lambda v, c: v == c.actor_rollout_ref.actor.use_dynamic_bsz,
+        lambda c: f"as actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
+        "verl's worker asserts it",
+    ),
+    # micro-batches that are made by tokens: of the update, the log-probs, the reference
+    *where("actor.use_dynamic_bsz=True", budget("actor.ppo_max_token_len_per_gpu", "actor")),
+    *where("rollout.log_prob_use_dynamic_bsz=True", budget("rollout.log_prob_max_token_len_per_gpu", "actor")),
+    *where(
+        ("ref.log_prob_use_dynamic_bsz=True", need_reference_policy),
+        budget("ref.log_prob_max_token_len_per_gpu", "ref"),
+    ),
+    *where(need_critic, *divided("critic"), budget("critic.ppo_max_token_len_per_gpu", "critic")),
     Rule(
         "rollout.response_length",
-        lambda _, c: (most := at(c, "rollout.max_model_len")) is None or facts.longest(c) <= most,
-        "with prompt_length={rollout.prompt_length} it must fit rollout.max_model_len={rollout.max_model_len}",
+        lambda _, c: (most := at(c, "rollout.max_model_len")) is None or longest(c) <= most,
+        lambda c: (
+            f"with prompt_length={at(c, 'rollout.prompt_length')} it must fit "
+            f"rollout.max_model_len={at(c, 'rollout.max_model_len')}"
+        ),
     ),
     Rule(
         "rollout.prompt_length",
-        lambda v, c: v >= at(c, "data.max_prompt_length"),
-        "at least data.max_prompt_length={data.max_prompt_length}: longer prompts would be cut",
+        lambda v, c: v >= c.data.max_prompt_length,
+        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts would be cut",
+    ),
+    # of data/a[1]/x.parquet verl would read data/a1/x.parquet
+    *(
+        Rule(
+            f"data.{split}_files",
+            lambda v, _: not {*"*?[]"} & {*"".join([v] if isinstance(v, str) else v)},
+            "paths without * ? [ ], which the reader of data files takes for a pattern",
+        )
+        for split in ("train", "val")
+    ),
+    Rule(
+        "trainer.nnodes",
+        lambda v, c: v == 1 or os.environ.get("RAY_ADDRESS") or at(c, "ray_kwargs.ray_init.address"),
+        "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the others, "
+        "then RAY_ADDRESS=auto",
+    ),
+    Rule(
+        "data.seed",
+        lambda v, c: (
+            v is not None
+            or not c.data.shuffle
+            or all((c.data.get(f"{split}_max_samples") or -1) <= 0 for split in ("train", "val"))
+        ),
+        "an integer with data.shuffle and max_samples: verl draws other rows in each process",
     ),
     # what a run writes, and resumes from
     Rule("trainer.default_local_dir", lambda v, _: writable(v), "a directory that this user can write"),
     *where(
-        on("trainer.resume_mode", "resume_path"),
+        "trainer.resume_mode=resume_path",
         Rule(
             "trainer.resume_from_path",
             lambda v, _: v and re.fullmatch(r"global_step_\d+", Path(str(v)).name) and Path(str(v)).is_dir(),
@@ -98,7 +138,6 @@ _TRAINING = (
         ),
     ),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
-    only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
     *(only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed once whole") for who in ("actor", "critic")),
     Rule(
         "actor.checkpoint.save_contents",
@@ -109,14 +148,10 @@ _TRAINING = (
 _LEARNING = (
     # dynamic sampling
     *where(_NO_PR, only(f"{_FILTER}.enable", False, "verl's v0 trainer ignores it")),
-    *where(on("rollout.n", 1), only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
+    *where("rollout.n=1", only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
     *where(
         _FILTERED,
-        Rule(
-            f"{_FILTER}.enable",
-            lambda _, c: facts.scores_early(c),
-            "False, or reward.reward_model.enable_resource_pool=True: colocated it scores too late",
-        ),
+        *where(_REWARD_MODEL, only("reward.reward_model.enable_resource_pool", True, _SCORES_LATE)),
         one_of(f"{_FILTER}.max_inflight_gen_batches", (1, None), "partial_rollout.overlap says how much is in flight"),
         Rule(
             f"{_FILTER}.max_num_gen_batches",
@@ -136,68 +171,73 @@ _LEARNING = (
     ),
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
-    *where(on("algorithm.adv_estimator", "gae"), other_than("critic.enable", False, "it takes a critic's values")),
+    *where("algorithm.adv_estimator=gae", one_of("critic.enable", (True, None), "it takes a critic's values")),
     *where(
-        on("algorithm.adv_estimator", "gdpo"),
+        "algorithm.adv_estimator=gdpo",
         # verl ignores weights beyond the number of keys.
         Rule(
             "algorithm.gdpo_reward_weights",
-            lambda v, c: v is None or len(v) == len(at(c, "algorithm.gdpo_reward_keys")),
-            "null, or a number for each of algorithm.gdpo_reward_keys={algorithm.gdpo_reward_keys}",
+            lambda v, c: v is None or len(v) == len(c.algorithm.gdpo_reward_keys),
+            lambda c: f"null, or a number for each of algorithm.gdpo_reward_keys={c.algorithm.gdpo_reward_keys}",
         ),
     ),
     Rule(
         "rollout.n",
-        lambda v, c: v >= 2 or not facts.compares_siblings(c),
-        "at least 2 with algorithm.adv_estimator={algorithm.adv_estimator}, whose baseline is a prompt's other samples "
-        "(1 is verl's default; the recipes have 8)",
+        lambda v, c: v >= 2 or not compares_siblings(c),
+        lambda c: (
+            f"at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}, whose baseline is a prompt's other "
+            "samples (1 is verl's default; the recipes have 8)"
+        ),
     ),
-    one_of(_LOSS, POLICY_LOSS_REGISTRY),
-    other_than(
-        _LOSS,
-        "geo_mean",
+    one_of(LOSS, POLICY_LOSS_REGISTRY),
+    Rule(
+        LOSS,
+        lambda v, _: v != "geo_mean",
+        "any other",
         "verl averages it in each micro-batch and adds these up: its gradient grows with their number",
     ),
-    Rule(
-        "actor.clip_ratio_c",
-        lambda v, c: v > 1 if v is not None else _CORRECTED.applies(c) and at(c, _LOSS) == "vanilla",
-        "a number above 1, or null for no dual clip with partial_rollout.correction and loss_mode=vanilla",
-        when=When(lambda c: at(c, _LOSS) in DUAL_CLIPS),
-    ),
-    *where(_FSDP, Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm")),
-    # rewards
-    *where(on("reward.reward_model.enable"), only("partial_rollout.reward_in_worker", False)),
     *where(
-        When(facts.penalises_length),
-        least(f"{OVERLONG}.penalty_factor", 0),
-        Rule(_LONGEST_RESPONSE, lambda v, _: isinstance(v, int) and v >= 1, "tokens: ${data.max_response_length}"),
+        lambda c: at(c, LOSS) in DUAL_CLIPS,
         Rule(
-            f"{OVERLONG}.len",
-            lambda v, c: v is None or 0 < v <= at(c, _LONGEST_RESPONSE),
-            f"1 to {_LONGEST_RESPONSE}={{{_LONGEST_RESPONSE}}}, or null for a fifth of it",
+            "actor.clip_ratio_c",
+            lambda v, c: (
+                v > 1
+                if v is not None
+                else c.partial_rollout.enable
+                and c.partial_rollout.correction != Correction.NONE
+                and at(c, LOSS) == "vanilla"
+            ),
+            "a number above 1, or null for no dual clip with partial_rollout.correction and loss_mode=vanilla",
         ),
+    ),
+    *where(
+        lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
+        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
+    ),
+    # rewards
+    *where(_REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
+    *where(
+        ("reward.reward_manager.name=dapo", f"{OVERLONG}.enable=True"),
+        Rule(f"{OVERLONG}.penalty_factor", lambda v, _: v >= 0, "at least 0"),
+        # Where the buffer has no length of its own, the recipe gives it a fifth of this.
+        Rule("reward.reward_kwargs.max_resp_len", lambda v, _: v >= 1, "tokens: ${data.max_response_length}"),
     ),
 )
 _ENGINES = (
-    Rule(
-        "rollout.tensor_model_parallel_size",
-        lambda _, c: trainer_devices(c) % facts.replica_devices(c) == 0,
-        "whole replicas on {trainer_devices} device(s); one has {replica_devices}",
-        when=When(lambda c: not engine_devices(c)),
-    ),
-    Rule(
-        "rollout.agent.num_workers",
-        lambda v, c: facts.dealt_out(c) % v == 0,
-        "a divisor of {dealt_out}, the samples of a step,",
-        "verl's manager gives each worker as many",
-        when=_NO_PR,
+    *where(
+        lambda c: not engine_devices(c),
+        Rule(
+            "rollout.tensor_model_parallel_size",
+            lambda _, c: trainer_devices(c) % replica_devices(c) == 0,
+            lambda c: f"whole replicas on {trainer_devices(c)} device(s); one has {replica_devices(c)}",
+        ),
     ),
     Rule(
         f"{_DRAFTS}.method",
         lambda v, _: installed_pair().vllm != _DRAFTS_KILL or not re.match("eagle|.*mtp", str(v)),
         f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
     ),
-    *where(on("trainer.device", "cpu"), only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
+    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
     # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
@@ -205,13 +245,14 @@ _ENGINES = (
         "null: the recipe has its own; loops of yours go into agent_loop_config_path",
     ),
     only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
+    only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
 )
 _PARTIAL_ROLLOUT = (
     *where(
-        on("trainer.use_v1", True, _NO_PR),
+        (_V1, _NO_PR),
         only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
         only("distillation.enabled", False, "rows under v1 have nothing of a teacher"),
-        other_than("algorithm.adv_estimator", "remax", "verl's v1 makes no greedy baseline"),
+        Rule("algorithm.adv_estimator", lambda v, _: v != "remax", "any other", "verl's v1 makes no greedy baseline"),
     ),
     *where(
         _V1,
@@ -232,52 +273,62 @@ _PARTIAL_ROLLOUT = (
         only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
         one_of("actor.megatron.router_replay.mode", ("disabled", None), _ROUTES),
         one_of("actor.veomni.router_replay.mode", ("disabled", None), _ROUTES),
-        Rule(
-            "partial_rollout.resume_kv",
-            lambda v, c: v != ResumeKV.KEEP or facts.keeps_kv(c),
-            "recompute, or rollout.enable_prefix_caching=True and free_cache_engine=False",
-            "an engine that sleeps gives its KV cache up, and the recipe does not use vLLM's KV offloading",
+        *where(
+            "partial_rollout.resume_kv=keep",
+            only("rollout.enable_prefix_caching", True, "the kept KV cache is found by its prefix"),
+            only("rollout.free_cache_engine", False, "an engine that sleeps gives its KV cache up"),
         ),
         Rule(
             "partial_rollout.slots_per_replica",
-            lambda v, c: v is None or v <= facts.most_calls(c),
-            "at most {most_calls}, which verl's server takes at once (more with a larger rollout.max_num_seqs)",
+            lambda v, c: v is None or v <= most_calls(c),
+            lambda c: (
+                f"at most {most_calls(c)}, which verl's server takes at once (more with a larger rollout.max_num_seqs)"
+            ),
         ),
         only("distillation.enabled", False, "its loss has no correction"),
-        other_than("algorithm.adv_estimator", "remax", "its greedy baseline needs the synchronous rollout"),
         Rule(
-            _CORRECTION,
+            "algorithm.adv_estimator",
+            lambda v, _: v != "remax",
+            "any other",
+            "its greedy baseline is synchronous",
+        ),
+        Rule(
+            CORRECTION,
             lambda v, _: v is not None,
             "verl's node of that name",
             "partial_rollout.correction=none switches the correction off",
         ),
         only(
-            f"{_CORRECTION}.bypass_mode",
+            f"{CORRECTION}.bypass_mode",
             False,
             "verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs never "
             "act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
         ),
     ),
     *where(
-        _UNCORRECTED,
+        (_UNCORRECTED, _PR),
         one_of("partial_rollout.trust_region", (TrustRegion.AUTO, TrustRegion.NONE)),
-        one_of(f"{_CORRECTION}.rollout_is", (None,)),
+        one_of(f"{CORRECTION}.rollout_is", (None,)),
     ),
     *where(
-        _CORRECTED,
-        Rule(
-            f"{_CORRECTION}.rollout_is",
-            lambda v, c: v is None or v in facts.levels(c),
-            f"one of {{levels}}, or null for {{fitting_level}}, with loss_mode={{{_LOSS}}}",
+        (_CORRECTED, _PR),
+        one_of(f"{CORRECTION}.rollout_is", (None, *WeightLevel)),
+        *where(
+            lambda c: weight_level(at(c, LOSS)) is not WeightLevel.TOKEN,
+            one_of(
+                f"{CORRECTION}.rollout_is",
+                (None, WeightLevel.GEOMETRIC, WeightLevel.SEQUENCE),
+                "the loss has one ratio for a sequence",
+            ),
         ),
         Rule(
-            f"{_CORRECTION}.rollout_is_threshold",
-            facts.keeps_on_policy_tokens,
+            f"{CORRECTION}.rollout_is_threshold",
+            keeps_on_policy_tokens,
             "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
         ),
     ),
     # where the engines run
-    *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),
+    *where((_PR, _COLOCATED), only(_BACKEND, "naive", "trainer and engines share their devices")),
     Rule(
         "partial_rollout.placement",
         lambda v, _: v != Placement.SEPARATE or installed_pair().vllm in [pair.vllm for pair in TESTED],
@@ -286,41 +337,42 @@ _PARTIAL_ROLLOUT = (
     *where(
         _SEPARATE,
         only("rollout.free_cache_engine", False, "the engines never sleep"),
-        Rule(
-            "reward.reward_model.enable_resource_pool",
-            lambda _, c: facts.scores_early(c),
-            "True",
-            "a colocated reward model scores when the engines sleep, and they never do",
+        *where(_REWARD_MODEL, only("reward.reward_model.enable_resource_pool", True, _SCORES_LATE)),
+        *(
+            Rule(f"rollout.{key}", lambda v, _: v >= 1, "at least 1", "the engines' devices")
+            for key in ("nnodes", "n_gpus_per_node")
         ),
-        *(least(f"rollout.{key}", 1, "the engines' devices") for key in ("nnodes", "n_gpus_per_node")),
         Rule(
             "rollout.n_gpus_per_node",
-            facts.makes_whole_replicas,
-            "with rollout.nnodes={rollout.nnodes} it must make whole replicas of {replica_devices} devices each",
+            lambda v, c: (
+                at(c, "rollout.nnodes") * v % (size := replica_devices(c)) == 0 and max(size, v) % min(size, v) == 0
+            ),
+            lambda c: (
+                f"with rollout.nnodes={at(c, 'rollout.nnodes')} it must make whole replicas of {replica_devices(c)} "
+                "devices each"
+            ),
         ),
-        divisible(_GPUS, "trainer.nnodes", facts.replica_devices, "devices of a replica", "verl's workers assert it"),
+        divisible(GPUS, "trainer.nnodes", replica_devices, "devices of a replica", "verl's workers assert it"),
         Rule(_BACKEND, lambda v, _: v != "naive", "shm (one node) or nccl (GPUs)", "naive needs shared devices"),
         Rule(
             "model.lora.merge",
-            lambda v, c: v or not facts.trains_adapters(c),
+            lambda v, c: v or not (at(c, "model.lora_rank") or at(c, "model.lora.rank")),
             "True",
             "whole weights are transferred, no adapters",
         ),
     ),
-    # Its steps would begin a version without an update of anything, and so without an end of their batch.
     *where(
-        When(lambda c: _SEPARATE.applies(c) and not need_critic(c), f"{_SEPARATE.words} and no critic"),
-        only("trainer.critic_warmup", 0),
+        (_SEPARATE, lambda c: not need_critic(c)),
+        only("trainer.critic_warmup", 0, "its steps would begin versions, and without a critic they update nothing"),
     ),
     *where(
-        on(_BACKEND, "shm", _SEPARATE),
+        (f"{_BACKEND}=shm", _SEPARATE),
         *(
             only(key, 1, "other nodes do not see its file; nccl crosses nodes")
             for key in ("trainer.nnodes", "rollout.nnodes")
         ),
     ),
 )
-RULES = (*_TRAINING, *_LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
 WARNINGS = (
     only(
         "data.filter_overlong_prompts",
@@ -329,23 +381,26 @@ WARNINGS = (
     ),
     *where(
         _PR,
-        other_than(
+        only(
             "partial_rollout.correction",
-            Correction.NONE,
+            Correction.DECOUPLED,
             "samples that span policy versions train without behaviour weights",
         ),
     ),
     *where(
         _SEPARATE,
-        least(
+        Rule(
             "partial_rollout.overlap",
-            1,
+            lambda v, _: v >= 1,
+            "at least 1",
             "fewer than N groups are in flight while the trainer holds N, so it waits for them",
         ),
     ),
     *where(
-        When(lambda c: _PR.applies(c) and c.trainer.save_freq <= 0, "with trainer.save_freq=-1"),
-        only("partial_rollout.drain", True, "no checkpoint keeps what is in flight at the end"),
+        (_PR, lambda c: c.trainer.save_freq <= 0),
+        only(
+            "partial_rollout.drain", True, "with trainer.save_freq=-1 no checkpoint keeps what is in flight at the end"
+        ),
     ),
 )
 """rules of runs that start all the same"""
@@ -355,4 +410,6 @@ def check_rules(config: DictConfig) -> Iterator[ConfigError]:
     """Yield an error for each rule that ``config`` breaks; print warnings."""
     for warning in broken(WARNINGS, config):
         print(f"warning: {warning}", file=sys.stderr)
-    return broken(RULES, config)
+    # A v1 trainer of verl's own has its own rollout.
+    ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT)
+    return broken((*_TRAINING, *_LEARNING, *ours), config)

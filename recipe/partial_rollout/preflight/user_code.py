@@ -8,33 +8,31 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_registry
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import ToolParser
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
+from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs, resolve_config_path
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import CONF_DIR, Correction
-from recipe.partial_rollout.preflight.facts import at, full
-from recipe.partial_rollout.preflight.rule import broken, one_of
+from recipe.partial_rollout.config.settings import Correction, PartialRolloutConfig
+from recipe.partial_rollout.manager.scheduling import order_of
+from recipe.partial_rollout.preflight.rule import LOSS, at, broken, full, one_of, where
 from recipe.partial_rollout.training.loss import config_of
 from recipe.partial_rollout.waits import one_line
 
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
-_LOSS = "actor.policy_loss.loss_mode"
 _LOOPS = "rollout.agent.agent_loop_config_path"
 _REWARD, _MANAGER = "reward.custom_reward_function", "reward.reward_manager"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -71,47 +69,30 @@ def import_libraries(config: DictConfig) -> None:
 
 
 def find_tools(config: DictConfig) -> None:
-    """Load the tools that ``config`` names once, and make their files' paths absolute in place, also for the dataset.
-
-    A relative path is verl's (the working directory, or verl's own), or of a file beside ``conf``. verl's workers would
-    die of a tool that does not load, and its dataset would measure prompts without it.
+    """Load the tools that ``config`` names once: verl's workers would die of a tool that does not load.
 
     Raises:
         ConfigError: a file is missing, or its tools do not load.
     """
-    given = {name: at(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
-    paths = {name: path and _tool_file(f"{_TURNS}.{name}", str(path)) for name, path in given.items()}
+    paths = {name: at(config, f"{_TURNS}.{name}") for name in ("tool_config_path", "function_tool_path")}
     named = [name for name, path in paths.items() if path]
     if named:
-        words = "a file whose tools verl can load"
-        _load(config, f"{_TURNS}.{named[0]}", words, lambda: load_all_tools(**paths))
-    for name in named:
-        OmegaConf.update(config, f"{_TURNS}.{name}", paths[name])
-        OmegaConf.update(config, f"data.{name}", paths[name])
+        _load(config, f"{_TURNS}.{named[0]}", "a file whose tools verl can load", lambda: load_all_tools(**paths))
 
 
-def _tool_file(key: str, given: str) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        given = resolve_config_path(given)
-    # An absolute path stays as it is.
-    found = CONF_DIR.parent / given
-    if not found.is_file():
-        raise fail(key, given, "an existing file")
-    return str(found)
-
-
-def check_code(config: DictConfig) -> None:
-    """Load what ``config`` names: policy loss, reward, agent loops.
+def check_code(config: DictConfig, settings: PartialRolloutConfig) -> Iterator[ConfigError]:
+    """Load what ``config`` names: order, policy loss, reward, agent loops; yield an error for each name that is unknown.
 
     Raises:
-        ConfigError: for the first that does not load, or lacks what verl calls.
+        ConfigError: for the first that does not load, or lacks what is called.
     """
-    _check_loss(config)
+    order_of(settings.scheduling, settings.batch_groups)
+    _check_loss(config, settings)
     _check_reward(config)
     # A loop's file and a tool's, which are loaded by now, may register others.
     loops = one_of("rollout.agent.default_agent_loop", agent_loops(config))
-    for error in broken((loops, one_of("rollout.multi_turn.format", ToolParser._registry)), config):
-        raise error
+    manager = where(f"{_MANAGER}.source=register", one_of(f"{_MANAGER}.name", REWARD_MANAGER))
+    return broken((loops, one_of("rollout.multi_turn.format", ToolParser._registry), *manager), config)
 
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
@@ -121,15 +102,17 @@ def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> 
         return load()
 
 
-def _check_loss(config: DictConfig) -> None:
+def _check_loss(config: DictConfig, settings: PartialRolloutConfig) -> None:
     """Refuse a policy loss that raises, or does not change when the behaviour weights, where there are any, are halved."""
-    settings, actor = config.partial_rollout, config.actor_rollout_ref.actor
-    words = "a loss that takes rollout_is_weights"
-    whole, half = (_load(config, _LOSS, words, partial(_loss_of, actor, weight)) for weight in (1.0, 0.5))
+    actor = config.actor_rollout_ref.actor
+    whole, half = (
+        _load(config, LOSS, "a loss that takes rollout_is_weights", partial(_loss_of, actor, weight))
+        for weight in (1.0, 0.5)
+    )
     corrects = settings.enable and settings.correction != Correction.NONE
     if corrects and abs(whole - half) <= 1e-3 * abs(whole):
         words = "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"
-        raise fail(full(_LOSS), actor.policy_loss.loss_mode, words)
+        raise fail(full(LOSS), actor.policy_loss.loss_mode, words)
 
 
 def _loss_of(actor: DictConfig, weight: float) -> float:
@@ -156,17 +139,13 @@ def _check_reward(config: DictConfig) -> None:
         words = f"a file with the function {given.get('name')} ({_REWARD}.name)"
         function = _load(config, f"{_REWARD}.path", words, lambda: get_custom_reward_fn(config)).args[0]
         call = dict.fromkeys(_ARGUMENTS) | dict(given.get("reward_kwargs") or {})
-        words = f"a function of {', '.join(_ARGUMENTS)}"
         # Raises TypeError if a call as verl's managers make it would not fit.
-        _load(config, f"{_REWARD}.name", words, lambda: inspect.signature(function).bind(**call))
-    manager = config.reward.reward_manager
-    if manager.source == "register":
-        for error in broken([one_of(f"{_MANAGER}.name", REWARD_MANAGER)], config):
-            raise error
-        return
-    words = f"a file with the class {manager.name} ({_MANAGER}.name)"
-    kind = _load(config, f"{_MANAGER}.module.path", words, lambda: resolve_reward_manager_cls(config))
-    _needs(f"{_MANAGER}.name", manager.name, kind, RewardManagerBase)
+        _load(
+            config,
+            f"{_REWARD}.name",
+            f"a function of {', '.join(_ARGUMENTS)}",
+            lambda: inspect.signature(function).bind(**call),
+        )
 
 
 def agent_loops(config: DictConfig) -> set[str]:
@@ -175,32 +154,15 @@ def agent_loops(config: DictConfig) -> set[str]:
     Raises:
         ConfigError: the file that names them, or one of them, does not load.
     """
-    path, words = at(config, _LOOPS), "a YAML list of agent loops"
+    path = at(config, _LOOPS)
     if not path:
         return set(_agent_loop_registry)
-    listed: Any = _load(config, _LOOPS, words, lambda: OmegaConf.load(resolve_config_path(str(path))))
-    names: set[str] = set()
-    loop: Any
-    for loop in listed if OmegaConf.is_list(listed) else [None]:
-        name, target = (loop.get(key) if OmegaConf.is_dict(loop) else None for key in ("name", "_target_"))
-        if not (name and target):
-            raise fail(full(_LOOPS), path, f"{words}, each with name and _target_")
-        kind = _load(config, _LOOPS, f"loops that load; {name} does not", lambda t=target: get_class(t))
-        _needs(full(_LOOPS), path, kind, AgentLoopBase)
-        names.add(str(name))
+    words = "a YAML list of agent loops, each with its name and a _target_ that loads"
+    named = _load(config, _LOOPS, words, lambda: _loops_of(str(path)))
     # Their modules may have registered others.
-    return names | set(_agent_loop_registry)
+    return {*named, *_agent_loop_registry}
 
 
-def is_verls_loop(config: DictConfig, name: str) -> bool:
-    """Whether agent loop ``name`` is one that verl ships, and nobody's file gives loops of other names or in its place."""
-    target = str(_agent_loop_registry.get(name, {}).get("_target_"))
-    return not at(config, _LOOPS) and target.startswith("verl.")
-
-
-def _needs(key: str, value: Any, kind: type, base: type) -> None:
-    """Refuse a class without the methods, all coroutines, that ``base`` of verl's leaves to it."""
-    for name in sorted(base.__abstractmethods__):
-        own = getattr(kind, name, None)
-        if getattr(own, "__isabstractmethod__", False) or not inspect.iscoroutinefunction(own):
-            raise fail(key, value, f"a class with an async method {name}, as verl calls it; {kind.__name__} has none")
+def _loops_of(path: str) -> dict[str, type]:
+    listed: Any = OmegaConf.load(resolve_config_path(path))
+    return {str(loop["name"]): get_class(loop["_target_"]) for loop in listed}

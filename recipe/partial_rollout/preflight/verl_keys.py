@@ -7,20 +7,18 @@ files.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import verl
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.utils import get_class
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -40,9 +38,8 @@ from recipe.partial_rollout.config.keys import (
     no_such,
 )
 from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
-from recipe.partial_rollout.preflight.facts import full
+from recipe.partial_rollout.preflight.rule import full
 
-_VERSION = version("verl")
 _TARGET = "_target_"
 _OPEN = {
     "reward.custom_reward_function",
@@ -54,6 +51,8 @@ _OPEN = {
 }
 """nodes that take any key: code of the user's, the engine or Ray reads what they hold"""
 _Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+_Flag = Annotated[bool, Meta()]
+"""words such as ``off``, which the recipe's own flags may have, verl takes for true"""
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _Unit = Annotated[float, Meta(ge=0, le=1)]
 _NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
@@ -133,14 +132,14 @@ VALUES = {
 }
 """values of verl's keys that would silently train something else, or that everybody meets in the first hour"""
 _MOVED = {
-    "custom_reward_function": "reward.custom_reward_function",
-    "sandbox_fusion": "reward.sandbox_fusion",
-    "reward_model": "the keys of reward",
-    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "critic.grad_clip": "critic.optim.clip_grad",
-    "data.sampler": None,
+    "custom_reward_function": "reads reward.custom_reward_function instead",
+    "sandbox_fusion": "reads reward.sandbox_fusion instead",
+    "reward_model": "reads the keys of reward instead",
+    "actor_rollout_ref.actor.grad_clip": "reads actor_rollout_ref.actor.optim.clip_grad instead",
+    "critic.grad_clip": "reads critic.optim.clip_grad instead",
+    "data.sampler": "does not read it",
 }
-"""keys that verl declares and no longer reads, and what it reads instead"""
+"""keys that verl declares and no longer reads"""
 _ALIKE = 0.77
 """similarity from which an unknown key is a misspelt one. ``save_frequency`` is (``save_freq``); ``data.filter_prompts``,
 which verl reads without declaring it, is not"""
@@ -156,148 +155,87 @@ def check_verl_keys(config: DictConfig) -> None:
         ConfigError: for the first of them, in one line.
     """
     given: Any = OmegaConf.to_container(config)
-    own_rows = OmegaConf.select(config, "data.custom_cls.path")
-    sections = {name: given.get(name) for name in _declared()}
-    found = list(_mistakes(sections, _declared(), free=("data.",) if own_rows else ()))
-    # Many keys copy others. The one that the user has set is to be named.
-    copies = {path for path, value in leaves(_declared(resolve=False)) if "${" in str(value)}
-    for _, error in sorted(found, key=lambda each: each[0] in copies):
-        raise error
+    # Many keys copy others of data and trainer. The one that the user has set is to be named.
+    sections = {name: given.get(name) for name in ("data", "trainer", *_declared())}
+    _check(sections, _declared(), free="data." if OmegaConf.select(config, "data.custom_cls.path") else None)
 
 
 @cache
-def _declared(*, resolve: bool = True) -> dict[str, Any]:
-    """verl's own defaults for FSDP, and Megatron's keys besides. Sections that others copy from come first."""
+def _declared() -> dict[str, Any]:
+    """verl's own defaults for FSDP, and Megatron's keys besides."""
     folder = Path(verl.__file__).parent / "trainer" / "config"
     files = [OmegaConf.load(folder / f"_generated_ppo_{engine}trainer.yaml") for engine in ("megatron_", "")]
-    merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*files), resolve=resolve)
-    return {name: merged[name] for name in dict.fromkeys(("data", "trainer", *merged))}
+    merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*files), resolve=True)
+    return merged
 
 
-def _mistakes(
-    node: Mapping[Any, Any], known: Any, path: str = "", *, free: tuple[str, ...] = (), kind: Any = None
-) -> Iterator[tuple[str, ConfigError]]:
-    """Yield key and error of each mistake in ``node``.
+def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | None = None, kind: Any = None) -> None:
+    """Refuse the first mistake in ``node``.
 
     Args:
         known: verl's defaults of the node.
         path: of the node, with a dot at its end.
-        free: beginnings of keys that the user's own code may read.
+        free: beginning of keys that the user's own code may read.
         kind: type of the node, as annotated in the dataclass around it.
     """
     known = known if isinstance(known, Mapping) else {}
     hints = _hints(node.get(_TARGET) or kind)
     names = {*known, *hints}
     for name, value in node.items():
-        at = f"{path}{name}"
-        default = known.get(name)
+        at, default = f"{path}{name}", known.get(name)
         if at in _OPEN or name == _TARGET:
             continue
         if at in _MOVED:
-            yield from _moved(at, value, default)
+            if value not in (default, None, {}):
+                raise fail(at, value, f"verl's default, {default}: verl {verl.__version__} {_MOVED[at]}")
             continue
-        if name not in names and not at.startswith(free) and (near := get_close_matches(str(name), names, 1, _ALIKE)):
-            yield at, fail(at, value, f"no such key; did you mean {path}{near[0]}?")
-        if at in VALUES:
-            try:
-                checked(at, value, VALUES[at])
-            except ConfigError as error:
-                yield at, error
-        elif words := _refusal(at, value, hints.get(name), default):
-            yield at, fail(at, value, words)
+        own = free and at.startswith(free)
+        if name not in names and not own and (near := get_close_matches(str(name), names, 1, _ALIKE)):
+            raise fail(at, value, f"no such key; did you mean {path}{near[0]}?")
+        if declared := VALUES.get(at) or _key_of(hints.get(name), default):
+            checked(at, value, declared)
+        elif isinstance(default, Mapping | list) and not isinstance(value, type(default) | None):
+            raise fail(at, value, _shape(at, default))
         elif isinstance(value, Mapping):
-            yield from _mistakes(value, default, f"{at}.", free=free, kind=hints.get(name))
+            _check(value, default, f"{at}.", free=free, kind=hints.get(name))
 
 
-def _moved(path: str, value: Any, default: Any) -> Iterator[tuple[str, ConfigError]]:
-    """Yield a mistake for each key under ``path``, one of ``_MOVED``, whose value differs from verl's default."""
-    defaults, reads = dict(leaves({path: default})), _MOVED[path]
-    for key, given in leaves({path: value}):
-        if given not in (default := defaults.get(key), None, {}):
-            instead = f"reads {reads} instead" if reads else "does not read it"
-            allowed = "null" if default is None else default
-            yield key, fail(key, given, f"{allowed}: verl {_VERSION} {instead}")
-
-
-def _section(path: str, default: Mapping[str, Any]) -> str:
-    return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
-
-
-def _refusal(path: str, value: Any, hint: Any, default: Any) -> str | None:
-    """Say what is allowed, if ``value`` is not; sections, lists, flags and numbers are checked.
-
-    Args:
-        hint: as annotated in verl's dataclass; None: there is none.
-        default: in verl's files; it says the type where there is no hint.
-    """
-    if isinstance(default, Mapping):
-        return None if isinstance(value, Mapping | None) else _section(path, default)
-    if isinstance(default, list):
-        return None if isinstance(value, list | None) else f"a list such as [{', '.join(map(str, default))}]"
+def _key_of(hint: Any, default: Any) -> Key | None:
+    """A flag or number as verl declares it, by its dataclass's ``hint`` or its file's ``default``; None: another kind."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint or type(default)}
-    nullable = NoneType in kinds or default is None
-    kinds -= {NoneType}
-    if not kinds or not kinds <= {bool, int, float} or (value is None and nullable):
+    null = "" if NoneType in kinds or default is None else None
+    numbers = kinds - {NoneType}
+    if not numbers or not (numbers == {bool} or numbers <= {int, float}):
         return None
-    if type(value) in kinds or (float in kinds and type(value) is int):
-        return None
-    words = "true or false" if kinds == {bool} else "a number" if float in kinds else "an integer"
-    return words + (", or null" if nullable else "")
+    return Key(default=None, words="", kind=_Flag if bool in numbers else float if float in numbers else int, null=null)
+
+
+def _shape(path: str, default: Mapping[str, Any] | list[Any]) -> str:
+    if isinstance(default, list):
+        return f"a list such as {default}"
+    return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
 
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     """Annotations of a dataclass of verl's, of its name, or of what may be one; none of anything else."""
     if isinstance(kind, str):
-        module, _, name = kind.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
+        kind = get_class(kind)
     return next((get_type_hints(each) for each in (kind, *get_args(kind)) if is_dataclass(each)), {})
 
 
 # -- what hydra and OmegaConf say ----------------------------------------------------------------------------------------
 
 
-def of_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
-    """What ``arguments``, a command line, did to make hydra raise ``error``."""
-    if isinstance(error, MissingConfigException):
-        return _of_missing(error)
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        if not equals:
-            return ConfigError(f"{error.override}: an override, KEY=VALUE")
-        return fail(
-            key, value, f"hydra cannot read it; other than plain letters need quotes that reach it: \"{key}='{value}'\""
-        )
-    found = re.match(r"Could not override '([^']+)'", str(error))
-    if not isinstance(error, HydraException) or found is None:
+def of_hydra(error: Exception) -> ConfigError:
+    """The mistake for which hydra raised ``error``, in its own words; for an unknown key with the one that was meant."""
+    found = re.match(r"Could not override '([^']+)'\.\s+To append to your config use \+\1=(.*)", str(error))
+    if found is None:
         return ConfigError(" ".join(str(error).split()))
-    key = found[1]
-    given = next((argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")), "")
-    if key.startswith(f"{ROOT}."):
-        names = [declared.name for declared in declarations(PartialRolloutConfig)]
-        return fail(key, given, no_such(key.removeprefix(f"{ROOT}."), names, f"{ROOT}.", otherwise=LISTED))
-    names = [path for path, _ in leaves(_declared())]
-    return fail(key, given, no_such(key, names, "", otherwise=f"; +{key}={given} adds it"))
-
-
-def _of_missing(error: MissingConfigException) -> ConfigError:
-    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    options = error.options or sorted(
-        path.stem for path in CONF_DIR.glob("*.yaml") if "- ppo_trainer" in path.read_text()
-    )
-    near = get_close_matches(choice, options, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return fail(group or "--config-name", choice, f"{meant}one of {', '.join(options)}")
-
-
-def expand_homes(config: DictConfig) -> None:
-    """Write paths that begin with ``~/`` in full, in place: verl would look for them, or write, in a directory ``~``."""
-    written: Any = OmegaConf.to_container(config)
-    for path, value in leaves(written):
-        parts = value if isinstance(value, list) else [value]
-        written_out = [os.path.expanduser(each) if str(each).startswith("~/") else each for each in parts]
-        if written_out != parts:
-            OmegaConf.update(config, path, written_out if isinstance(value, list) else written_out[0])
+    key, given = found.groups()
+    ours = [f"{ROOT}.{declared.name}" for declared in declarations(PartialRolloutConfig)]
+    names = ours if key.startswith(f"{ROOT}.") else [path for path, _ in leaves(_declared())]
+    return fail(key, given, no_such(key, names, "", otherwise=LISTED if names is ours else f"; +{key}={given} adds it"))
 
 
 def resolved(config: DictConfig) -> DictConfig:
@@ -306,17 +244,47 @@ def resolved(config: DictConfig) -> DictConfig:
     Raises:
         ConfigError: an interpolation has no value, such as that of a variable that is not set.
     """
-    if not OmegaConf.is_dict(config._get_node(ROOT)):
-        raise fail(ROOT, config[ROOT], f"a section of keys such as {ROOT}.enable")
     copy = config.copy()
     try:
         OmegaConf.resolve(copy)
     except OmegaConfBaseException as error:
-        words = str(error).splitlines()[0]
-        names = re.findall(r"['`]([\w.]+)['`]", words)
-        written: Any = OmegaConf.to_container(config)
-        texts = [(path, str(value)) for path, value in leaves(written) if "${" in str(value)]
-        # Others may copy the key that has the interpolation.
-        key, value = max(texts, key=lambda each: any(name in each[1] for name in names))
-        raise fail(key, value, words) from error
+        raise ConfigError(str(error).splitlines()[0]) from error
     return copy
+
+
+_PATHS = re.compile(r"(^|_)(path|dir|files?)$")
+"""last parts of the keys that hold paths"""
+_WRITTEN = (
+    "default_local_dir",
+    "rollout_data_dir",
+    "validation_data_dir",
+    "dump_dir",
+    "save_path",
+    "timeline_json_file",
+)
+"""those of what a run writes; other files exist, or are no files: names of the hub, of classes, of verl's own files"""
+
+
+def write_in_full(config: DictConfig) -> None:
+    """Make the paths of ``config``, which is resolved, absolute in place: also those that begin with ``~/``.
+
+    Ray's processes have the working directory of whoever started the cluster, which need not be the user's.
+    """
+    values: Any = OmegaConf.to_container(config)
+    for key, value in leaves(values):
+        name, given = key.rpartition(".")[2], value if isinstance(value, list) else [value]
+        full = [_in_full(each, name) if isinstance(each, str) else each for each in given]
+        if full != given:
+            OmegaConf.update(config, key, full if isinstance(value, list) else full[0])
+
+
+def _in_full(path: str, name: str) -> str:
+    if path.startswith("~/"):
+        return os.path.expanduser(path)
+    if not path or "://" in path or not (_PATHS.search(name) or name in _WRITTEN):
+        return path
+    # A file of the recipe's, such as conf/tools/calculator.yaml, is found from any directory.
+    ours = CONF_DIR.parent / path
+    if ours.is_file() and not os.path.exists(path):
+        return str(ours)
+    return os.path.abspath(path) if name in _WRITTEN or os.path.exists(path) else path

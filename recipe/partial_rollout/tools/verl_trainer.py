@@ -15,9 +15,9 @@ def run(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray starts, in one line.
     """
-    preflight.checked(config)
     # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
     config.partial_rollout.enable = False
+    preflight.checked(config)
     # verl's own decorator would compose its default config.
     verls.main.__wrapped__(config)
 

@@ -21,9 +21,9 @@ from recipe.partial_rollout.config.settings import (
 )
 from recipe.partial_rollout.manager.admission import Admission
 from recipe.partial_rollout.preflight import Checked, Kind
-from recipe.partial_rollout.preflight.facts import replica_devices
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
 from recipe.partial_rollout.preflight.rows import dataset_of
+from recipe.partial_rollout.preflight.rule import replica_devices
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, checkpoint_gib, in_words
