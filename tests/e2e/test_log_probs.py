@@ -26,7 +26,7 @@ ROLLOUT = SimpleNamespace(
 )
 CONFIG = SimpleNamespace(
     actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
-    partial_rollout=SimpleNamespace(correction="none", trust_region="auto"),
+    partial_rollout=SimpleNamespace(correction="none"),
 )
 
 

@@ -25,7 +25,6 @@ MISTAKES = {
     f"{ROLLOUT}.max_model_len=9999": "9999",
     f"{ROLLOUT}.dtype=half8": "half8",
     f"partial_rollout.enable=False {ROLLOUT}.agent.num_workers=3": "chunk",
-    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 90}": "AF_UNIX",
     f"{ROLLOUT}.agent.default_agent_loop=mine {ROLLOUT}.agent.agent_loop_config_path={{rows}}/loops.yaml": "Counter",
     # the trainer's model
     f"{ACTOR}.fsdp_config.dtype=fp9": "fp9",

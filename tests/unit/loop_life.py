@@ -35,7 +35,7 @@ def config_of(response_length=64, prompt_length=16, **more):
     sizes = {"response_length": response_length, "prompt_length": prompt_length}
     rollout = SimpleNamespace(**sizes, scheduling_policy="fcfs", name="vllm", **more)
     # Scripted loops sample as they like.
-    ours = SimpleNamespace(correction="none", trust_region="auto")
+    ours = SimpleNamespace(correction="none")
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), partial_rollout=ours)
 
 

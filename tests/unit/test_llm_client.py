@@ -22,7 +22,7 @@ from tests.unit.shared import Keeper, live_sample, script_replicas
 ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm", temperature=1.0)
 CONFIG = SimpleNamespace(
     actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
-    partial_rollout=SimpleNamespace(correction="decoupled", trust_region="auto"),
+    partial_rollout=SimpleNamespace(correction="decoupled"),
 )
 
 

@@ -20,7 +20,7 @@ async def call(client, prompt=PROMPT, tokens=4, **params):
 def trained(loop, *, correction="decoupled", engine=None):
     """The first output of a round of ``loop``; ``engine(answer, params)`` changes what the engine answers."""
     config = config_of(temperature=1.0)
-    config.partial_rollout = SimpleNamespace(correction=correction, trust_region="auto")
+    config.partial_rollout = SimpleNamespace(correction=correction)
 
     def life():
         made = Life(loop, [{}] * 2, batch=2, config=config)

@@ -62,14 +62,14 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = build(experiment, arm, f"recipe.data={tmp_path}")
-    assert checks.check_run(config) == checks.MISSING
-    lines = capsys.readouterr().out.splitlines()
-    missing = [line.removeprefix(MISSING).split("=")[0] for line in lines if line.startswith("FAIL")]
     nodes = ["trainer.nnodes"] if config.trainer.nnodes > 1 else []
+    assert checks.check_run(config) == (checks.WRONG if nodes else checks.MISSING)
+    lines = capsys.readouterr().out.splitlines()
+    missing = [line.split("=")[0].split()[-1] for line in lines if line.startswith("FAIL")]
     files = config.data.val_files
     validated = ["data.val_files"] * (1 if isinstance(files, str) else len(files))
     # The tests' environment asks for the CPU.
-    assert missing == ["trainer.device", "actor_rollout_ref.model.path", "data.train_files", *validated, *nodes]
+    assert missing == ["trainer.device", *nodes, "actor_rollout_ref.model.path", "data.train_files", *validated]
     said = {line[6:22].strip() for line in lines if line.startswith("ok")}
     assert {"run", "model", "devices", "batch", "in flight", "reads", "writes"} <= said
 

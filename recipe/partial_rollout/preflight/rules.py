@@ -57,6 +57,9 @@ _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _DRAFTS_KILL = "0.24.0"
 """the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
 _ROUTES = "routes are not kept over interruptions"
+_TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
+_TRUNCATED = "the engine's log-probs would be of the tokens that are kept, the trainer's of all"
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
@@ -64,6 +67,10 @@ _PR, _NO_PR = "partial_rollout.enable=True", "partial_rollout.enable=False"
 _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
 _V1, _REWARD_MODEL, _FILTERED = "trainer.use_v1=True", "reward.reward_model.enable=True", f"{_FILTER}.enable=True"
+
+
+def _temporary() -> str:
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 _TRAINING = (
@@ -117,6 +124,14 @@ _TRAINING = (
         lambda v, c: v == 1 or os.environ.get("RAY_ADDRESS") or at(c, "ray_kwargs.ray_init.address"),
         "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the others, "
         "then RAY_ADDRESS=auto",
+    ),
+    *where(
+        lambda c: (at(c, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "local")) == "local",
+        Rule(
+            "ray_kwargs.ray_init._temp_dir",
+            lambda v, _: len(os.fsencode(v or f"{_temporary()}/ray")) <= _TEMPORARY,
+            lambda _: f"at most {_TEMPORARY} bytes, for Ray's sockets; null stands for {_temporary()}/ray (TMPDIR)",
+        ),
     ),
     Rule(
         "data.seed",
@@ -312,6 +327,9 @@ _PARTIAL_ROLLOUT = (
     ),
     *where(
         (_CORRECTED, _PR),
+        only("rollout.top_p", 1.0, _TRUNCATED),
+        one_of("rollout.top_k", (-1, 0), _TRUNCATED),
+        Rule("rollout.temperature", lambda v, _: v >= 0.01, "at least 0.01", "vLLM samples with no less, or greedily"),
         one_of(f"{CORRECTION}.rollout_is", (None, *WeightLevel)),
         *where(
             lambda c: weight_level(at(c, LOSS)) is not WeightLevel.TOKEN,

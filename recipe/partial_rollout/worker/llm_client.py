@@ -30,7 +30,7 @@ import numpy as np
 from verl.utils.tokenizer.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.config.settings import Correction, ResumeKV, TrustRegion
+from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.waits import ReplicaError
@@ -170,8 +170,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """the model's; finds stop strings"""
         custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
         self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
-        ours = self.config.partial_rollout
-        self._compares = ours.correction != Correction.NONE or ours.trust_region == TrustRegion.MASK
+        self._compares = self.config.partial_rollout.correction != Correction.NONE
         """whether the loss compares the trainer's log-probs with the engine's"""
 
     def _vllm_request_id(self, request_id: str) -> str:
