@@ -11,13 +11,12 @@ run one recipe and its workers the other; ``foreign_recipe`` says so before anyt
 
 import argparse
 import importlib
-import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from verl_ext.guard import UnsupportedVersionError, cpu_requested, require_tested_pair
@@ -38,12 +37,6 @@ examples:
   partial-rollout tools keys"""
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """of NVIDIA's, AMD's and WSL's drivers"""
-_AS_A_WORKER = """\
-import os, runpy, sys
-sys.path.insert(0, os.getcwd())
-print(runpy.run_path(sys.argv[1])["imported_here"]() or "")
-"""
-"""puts the working directory where Ray puts it in its workers"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def foreign_recipe() -> str | None:
     """Why a training started here would not run this distribution's recipe, in one line, or None."""
-    for who, place in (("this process", imported_here()), ("a Ray worker", _imported_by_workers())):
+    # Ray puts the working directory first in its workers.
+    for who, place in (("this process", imported_here()), ("a Ray worker", imported_here([os.getcwd()]))):
         if place not in (None, OURS):
             name = NAME if place.name != "recipe" else "recipe"
             return f"{who} would import {name} from {place}, not from {OURS}: {_remedy(place)}"
@@ -110,31 +104,20 @@ def no_device(device: str, cluster: str | None) -> str | None:
     return None
 
 
-def imported_here() -> Path | None:
-    """What this process imports as ``recipe.partial_rollout``; ``recipe`` itself where another package of that name hides
-    it; None where there is neither.
+def imported_here(first: Sequence[str] = ()) -> Path | None:
+    """What this process imports as ``recipe.partial_rollout``, were ``first`` before its search path.
+
+    ``recipe`` itself where another package of that name hides it; None where there is neither. Nothing is imported.
     """
-    try:
-        spec = importlib.util.find_spec(NAME)
-    except ModuleNotFoundError:
+    parent = PathFinder.find_spec("recipe", [*first, *sys.path])
+    if parent is None:
         return None
+    spec = PathFinder.find_spec(NAME, list(parent.submodule_search_locations or ()))
     if spec is None:
         # A namespace package has no file, and hides nothing.
-        file = importlib.import_module("recipe").__file__
-        return Path(file).resolve().parent if file else None
+        return Path(parent.origin).resolve().parent if parent.origin else None
     places = spec.submodule_search_locations
     return Path(places[0] if places else str(spec.origin)).resolve()
-
-
-def _imported_by_workers() -> Path | None:
-    """What a Ray worker on this machine imports, for a driver in this directory.
-
-    A fresh interpreter answers, because this one may have imported its own.
-    """
-    asked = [sys.executable, "-c", _AS_A_WORKER, __file__]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    last = (done.stdout.splitlines() or [""])[-1]
-    return Path(last) if done.returncode == 0 and last else None
 
 
 def _remedy(place: Path) -> str:
