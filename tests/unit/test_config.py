@@ -172,7 +172,7 @@ MISTAKES = {
     f"{P}.trust_region_bounds=[0,0.3]": "=[0, 0.3]: [low, high], each a number above 0, or null",
     f"{P}.trust_region_bounds=[low,0.3]": "[low, high], each a number above 0, or null",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token with",
-    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 60}": "at most 42 bytes, for Ray's sockets",
+    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 60}": "at most 43 bytes, for Ray's sockets",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
