@@ -3,6 +3,7 @@
 The notebook and the examples in docstrings hold, too.
 """
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import nbformat
@@ -219,3 +221,13 @@ def test_keys_of_the_tuning_page_exist(composed_config):
     for name in named - ours:
         missing = object()
         assert OmegaConf.select(config, name, default=missing) is not missing, f"neither {ROOT}.{name} nor verl's"
+
+
+def test_architecture_quotes_the_driver_and_its_files_exist():
+    driver = PACKAGE / "rollout/driver.py"
+    head = ast.get_docstring(ast.parse(driver.read_text()))
+    quoted = (REPOSITORY / "docs/architecture.md").read_text()
+    blocks = [textwrap.dedent(block).strip("\n") for block in re.findall(r"::\n\n((?:    .*\n|\n)+)", head + "\n")]
+    assert len(blocks) == 3 and all(block in quoted for block in blocks)
+    files = re.findall(r"\b[a-z_]+/[a-z_/0-9]+\.py\b", blocks[0])
+    assert len(files) > 15 and all((PACKAGE / name).is_file() for name in files)

@@ -1,7 +1,50 @@
-"""The driver: takes a batch for each policy version, in both placements.
+"""The driver: where a reader begins. One step of a run, with the file behind each line.
 
-Colocated placement is separate placement that stops after each batch. Both use the same verbs; they differ in how engines
-are made quiet for new weights, and in when the next version begins::
+Step s trains from the weights of version v = s - 1 and makes version s. N is the number of groups of a batch::
+
+    rollout
+        prompts = source.take(wanted)        rollout/prompt_source.py    in the order of the data, as noPR reads it
+        manager.begin_version(v)             manager/prompts_manager.py
+            admit prompts as groups          manager/admission.py        up to (1 + overlap) N in flight; none gets too old
+        open the workers' gates              worker/claim_loop.py
+        workers, for as long as they live:
+            claim samples                    manager/scheduling.py       the oldest first, each worker its share
+            run verl's agent loop            worker/agent_loop_worker.py
+                generate a turn              worker/llm_client.py        an abort makes a segment; the loop notices nothing
+                    decode                   engine/replica.py           vLLM, until the turn ends or is aborted
+                call a tool                  worker/tool_deadline.py     after 0.1 s its slot goes to another sample
+            match tokens to engine calls     worker/agent_loop_worker.py
+            score                            worker/rewards.py
+            report                           manager/actor.py            the answer has the next grants
+        manager.wait_batch                   manager/admission.py        N groups are ready, the rest can still be in time
+            watch workers, trainers, stop    rollout/guard.py            a dead worker is replaced
+        interrupt the engines                rollout/replicas.py         what was left comes back as segments
+        begin_version(v + 1)                                             grants wait at the workers' gates
+    train, in verl's fit                     training/trainer_run.py
+        assemble the batch                   training/agent_loop_manager.py
+        log-probs of pi_prox, if needed      training/loss.py
+        advantages                                                       verl's
+        update                               training/loss.py            behaviour weights, trust region
+    finish_step                              rollout/step_book.py        the groups are trained; run.jsonl, metrics
+    save, every save_freq steps              checkpoint/run_checkpoints.py   weights and all that is in flight
+    load version s into the engines          training/weight_transfer.py
+        restart dead replicas                rollout/replicas.py
+        accept requests again
+
+A sample can call an engine while three gates allow it. In colocated placement they are::
+
+                         manager  worker gate  engines
+    take_batch           CLOSED   open         decode
+    interrupt            CLOSED   shut         quiet
+    begin_version        OPEN     shut         (granted samples wait)
+    sleep, update        OPEN     shut         asleep
+    finish_step, load    OPEN     shut         awake, loaded
+    resume               OPEN     shut         accept
+    next_batch: open     OPEN     open         decode
+
+In separate placement samples run on while the trainer has its batch, and no gate closes. A weight sync *holds* the engines:
+they stop between two tokens, load, and go on with the same samples. Only a checkpoint or the end of training aborts them,
+so that the manager knows every token::
 
     colocated   engines   |decode=============|abort            load|decode====
                 driver    | wait for the batch|  trainer updates    |
@@ -11,15 +54,8 @@ are made quiet for new weights, and in when the next version begins::
                 driver    wait | trainer updates  | stage |load| wait |
                 manager                                  ^ begins v + 1
 
-Colocated: the engines are aborted once the batch is complete. While the trainer updates, the workers report what was left
-unfinished, the manager admits the next version's prompts, and grants samples, which wait at their workers' gates.
-
-Separate: samples run on while the trainer has its batch. A weight sync *holds* the engines: they stop between two tokens,
-load, and go on with the same samples. Only a checkpoint or the end of training aborts them, so that the manager knows
-every token.
-
 A step ends in ``finish_step``, after the update. Whatever needs a finished step (the next batch, a checkpoint) fails
-before that; it never waits. The ``Guard`` watches every wait.
+before that; it never waits.
 """
 
 from __future__ import annotations
