@@ -12,6 +12,8 @@ from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConf
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
+from recipe.partial_rollout.training.trainer_run import TrainerRun
+from tests.unit.shared import settings_of
 
 
 def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024):
@@ -93,3 +95,14 @@ def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
     session = RunSession(settings, SimpleNamespace(run_dir=None, resumed_step=0))
     session.steps, session.control, session.slots = TrainingSteps(6, 1, 6), [None], slots()
     assert session.facts("tiny", "fsdp2").overtake == noted
+
+
+@pytest.mark.parametrize("arm", ["PR", "noPR"])
+def test_training_that_asks_for_more_steps_than_its_data_ends_with_the_data(resolved_config, capsys, arm):
+    config = resolved_config("quickstart_cpu", f"partial_rollout.enable={arm == 'PR'}", "trainer.total_epochs=2")
+    session = MagicMock()
+    trainer = SimpleNamespace(config=config, settings=settings_of(4, 8), session=session, total_training_steps=9)
+    TrainerRun._offer(trainer, range(3))
+    # verl's fit validates and saves in it.
+    assert trainer.total_training_steps == session.offer.call_args.args[1].last == 6
+    assert "the data ends after step 6 of trainer.total_training_steps=9" in capsys.readouterr().out

@@ -70,7 +70,15 @@ class TrainerRun(_VerlsTrainer):
 
     def _offer(self, loader: Any) -> None:
         """Make ``loader``, verl's, the data of the run."""
-        steps = TrainingSteps(len(loader), self.config.trainer.total_epochs, self.total_training_steps)
+        epochs, asked = self.config.trainer.total_epochs, self.total_training_steps
+        # verl validates and saves in the step that it expects to be the last.
+        self.total_training_steps = min(asked, len(loader) * epochs)
+        if self.total_training_steps < asked:
+            print(
+                f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={asked} "
+                f"(trainer.total_epochs={epochs})"
+            )
+        steps = TrainingSteps(len(loader), epochs, self.total_training_steps)
         self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
         self.session.offer(loader, steps)
         if self.settings.enable:
