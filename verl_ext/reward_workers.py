@@ -1,16 +1,13 @@
-"""Patch: verl's reward workers answer alike, share nothing between samples, and come back if they are ended.
+"""Patch: verl's reward workers answer alike, and come back if they are ended.
 
 - ``compute_score_disrm``, which asks a classifier in a pool of its own, leaves out ``reward_extra_info``, which verl's
   agent-loop workers read from every answer. Here the answer has it, empty.
-- verl's reward managers write into ``extra_info``, and samples of a prompt have the same dictionary unless a call to
-  another process copied it: one is scored with what another's conversation left. Here each call has its own.
 - Ray restarts a worker that dies, ``partial_rollout.failures.worker_restarts`` times. One whose function never returns
   can be ended (``ray.kill(..., no_restart=False)``).
 
-It may go when verl's answers are alike, its managers get a copy, and its workers restart.
+It may go when verl's answers are alike and its workers restart.
 """
 
-import copy
 import pickle
 import zlib
 from typing import Any
@@ -42,19 +39,15 @@ def _decompressed(packed: bytes) -> Any:
 
 
 def patch(module: Any) -> None:
-    """Replace two methods of verl's ``RewardLoopWorker``, and how ``RewardLoopManager`` starts its workers."""
+    """Replace a method of verl's ``RewardLoopWorker``, and how ``RewardLoopManager`` starts its workers."""
     worker = module.RewardLoopWorker
-    ask_classifier, compute_score = worker.compute_score_disrm, worker.compute_score
+    ask_classifier = worker.compute_score_disrm
 
     async def compute_score_disrm(self: Any, data: Any) -> dict:
         return {"reward_extra_info": {}, **await ask_classifier(self, data)}
 
-    async def with_own_fields(self: Any, data: Any) -> dict:
-        own = type(data)(data.batch, copy.deepcopy(data.non_tensor_batch), data.meta_info)
-        return await compute_score(self, own)
-
     # Not by ``around``: Ray looks for coroutine functions, which a decorated one is not.
-    worker.compute_score_disrm, worker.compute_score = compute_score_disrm, with_own_fields
+    worker.compute_score_disrm = compute_score_disrm
 
     @around(module.RewardLoopManager, "_init_reward_loop_workers")
     def start_restartable(verls: Any, self: Any) -> None:

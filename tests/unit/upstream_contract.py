@@ -96,11 +96,11 @@ verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
-verl.workers.rollout.replica <- facts
+verl.workers.rollout.replica <- rule
     has: CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.replica:TokenOutput <- llm_client observed
     has: token_ids log_probs stop_reason num_preempted extra_fields
-verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer facts
+verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer rule
     has: server_address server_handle workers max_concurrency
     calls: abort_all_requests(*, reject_request) resume_generation() sleep()
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
@@ -118,7 +118,7 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo rules facts inputs settings observed llm_client agent_loop_worker
+verl.workers.config:RolloutConfig <- main_ppo rules inputs settings observed llm_client agent_loop_worker
         replica trainer_run
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature
@@ -139,7 +139,7 @@ verl.tools.base_tool:BaseTool <- tool_deadline workspace
 verl.tools.function_tool:FunctionTool <- tool_deadline
     has: fn is_async
     calls: call(parameters)
-verl.trainer.ppo.rollout_corr_helper <- loss facts behaviour_weights
+verl.trainer.ppo.rollout_corr_helper <- loss rule behaviour_weights
     has: SAFETY_BOUND
     calls: compute_rollout_correction_weights(log_ratio, response_mask, *, rollout_is, rollout_is_threshold)
         compute_is_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask,
@@ -240,9 +240,6 @@ vllm.engine.arg_utils:EngineArgs <- distribution
         disable_log_stats
 vllm:LLM <- distribution
     calls: generate(prompts, sampling_params, *, use_tqdm)
-vllm.platforms:current_platform <- machine
-    has: device_type
-    calls: is_cpu()
 vllm.model_executor.layers.utils <- cpu
     calls: dispatch_cpu_unquantized_gemm(layer, remove_weight)
 vllm.model_executor.layers.linear:UnquantizedLinearMethod <- cpu

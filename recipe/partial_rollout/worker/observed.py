@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -188,6 +189,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         **kwargs,
     ) -> Any:
         """As verl's; an agent loop that fails is run again."""
+        # Samples of a prompt share their row, and a loop or its reward may write into it.
+        kwargs = deepcopy(kwargs)
         play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
         with rollout_trace_attr(
             step=trajectory["step"],
