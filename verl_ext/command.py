@@ -105,9 +105,12 @@ def no_device(device: str, cluster: str | None) -> str | None:
 
 
 def imported_here(first: Sequence[str] = ()) -> Path | None:
-    """What this process imports as ``recipe.partial_rollout``, were ``first`` before its search path.
+    """Return the folder that this process would import as ``recipe.partial_rollout``; nothing is imported.
 
-    ``recipe`` itself where another package of that name hides it; None where there is neither. Nothing is imported.
+    It is that of ``recipe`` where another package of that name hides ours, and None where there is neither.
+
+    Args:
+        first: folders that are searched before ``sys.path``.
     """
     parent = PathFinder.find_spec("recipe", [*first, *sys.path])
     if parent is None:

@@ -54,6 +54,22 @@ def configure(task, resolved_config):
     return build
 
 
+@pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
+def test_temporary_directory_of_the_environment_that_is_too_long_for_rays_sockets_is_refused(
+    configure, monkeypatch, name
+):
+    for variable in ("RAY_ADDRESS", "RAY_TMPDIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "/tmp/" + "d" * 60)
+    with pytest.raises(
+        ConfigError, match=r"_temp_dir=None: at most 43 bytes for Ray's sockets; null is /tmp/d+/ray, by"
+    ):
+        check_config(configure())
+    # A Ray that runs has its directory.
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check_config(configure())
+
+
 def test_quickstart_config_passes(configure):
     settings = check_config(configure())
     assert settings.enable and settings.batch_samples == 8
@@ -172,7 +188,7 @@ MISTAKES = {
     f"{P}.trust_region_bounds=[0,0.3]": "=[0, 0.3]: [low, high], each a number above 0, or null",
     f"{P}.trust_region_bounds=[low,0.3]": "[low, high], each a number above 0, or null",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token with",
-    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 60}": "at most 43 bytes, for Ray's sockets",
+    f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 60}": "at most 43 bytes for Ray's sockets",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",

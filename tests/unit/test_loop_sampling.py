@@ -58,6 +58,7 @@ def loop_with(**params):
         ({"top_k": 20}, "top_k=20"),
         ({"min_p": 0.1}, "min_p=0.1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"min_tokens": 2}, "min_tokens=2"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"temperature": 0.0}, "temperature=0.0"),

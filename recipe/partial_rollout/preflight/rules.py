@@ -70,6 +70,7 @@ _V1, _REWARD_MODEL, _FILTERED = "trainer.use_v1=True", "reward.reward_model.enab
 
 
 def _temporary() -> str:
+    """The directory in which Ray makes its own, as Ray chooses it."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
@@ -126,11 +127,13 @@ _TRAINING = (
         "then RAY_ADDRESS=auto",
     ),
     *where(
-        lambda c: (at(c, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS", "local")) == "local",
+        lambda c: (at(c, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS") or "local") == "local",
         Rule(
             "ray_kwargs.ray_init._temp_dir",
             lambda v, _: len(os.fsencode(v or f"{_temporary()}/ray")) <= _TEMPORARY,
-            lambda _: f"at most {_TEMPORARY} bytes, for Ray's sockets; null stands for {_temporary()}/ray (TMPDIR)",
+            lambda _: (
+                f"at most {_TEMPORARY} bytes for Ray's sockets; null is {_temporary()}/ray, by RAY_TMPDIR or TMPDIR"
+            ),
         ),
     ),
     Rule(
@@ -329,7 +332,12 @@ _PARTIAL_ROLLOUT = (
         (_CORRECTED, _PR),
         only("rollout.top_p", 1.0, _TRUNCATED),
         one_of("rollout.top_k", (-1, 0), _TRUNCATED),
-        Rule("rollout.temperature", lambda v, _: v >= 0.01, "at least 0.01", "vLLM samples with no less, or greedily"),
+        Rule(
+            "rollout.temperature",
+            lambda v, _: v >= 0.01,
+            "at least 0.01",
+            "vLLM raises a smaller one to 0.01, and 0 is greedy",
+        ),
         one_of(f"{CORRECTION}.rollout_is", (None, *WeightLevel)),
         *where(
             lambda c: weight_level(at(c, LOSS)) is not WeightLevel.TOKEN,

@@ -268,9 +268,9 @@ def _align(
     for turn in sample.turns:
         if turn.unlike and (count := int((owners == turn.number).sum())):
             raise SamplingError(
-                f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}: a trainer's log-probs are of "
-                "the whole distribution at rollout.temperature and cannot be compared with the engine's; leave it out of "
-                "the calls that are trained, or set partial_rollout.correction=none"
+                f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}. Their log-probs cannot be "
+                "compared with the trainer's, which are of the whole distribution at rollout.temperature: leave the "
+                "parameter out of calls that are trained, or set partial_rollout.correction=none"
             )
     return versions, log_probs
 

@@ -163,7 +163,7 @@ class Turn:
     """``digest_of`` prompt and sampling parameters"""
     segments: list[Segment]
     unlike: str = ""
-    """the sampling parameter by which its tokens cannot be trained (``llm_client.unlike_training``); "" if they can"""
+    """sampling parameter that keeps its tokens from being trained (``llm_client.unlike_training``); "" if none does"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
