@@ -103,7 +103,7 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     found = preflight.checked(config)
     # verl's engine, which they import, is not there where vLLM does not fit.
     from recipe.partial_rollout.preflight.inputs import fetch_model
-    from recipe.partial_rollout.rollout.session import CONFIG, RunSession
+    from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import set_variable
 
@@ -112,15 +112,15 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
     fetch_model(config)
     wire(config)
-    session = RunSession(found.settings, found.checkpoints, trains=not config.trainer.get("val_only"))
-    set_variable("SWANLAB_LOG_DIR", str(session.run_dir.parent / "swanlog"))
+    files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
+    set_variable("SWANLAB_LOG_DIR", str(files.directory.parent / "swanlog"))
     show_warnings()
-    if session.trains:
-        held.enter_context(locked(session.run_dir))
-    session.begin()
-    if session.trains:
-        OmegaConf.save(config, session.run_dir / CONFIG, resolve=True)
-    return TaskRunner(config, session, found)
+    if files.trains:
+        held.enter_context(locked(files.directory))
+    files.begin()
+    if files.trains:
+        OmegaConf.save(config, files.directory / CONFIG, resolve=True)
+    return TaskRunner(config, files, found)
 
 
 class _AboveProgressBar(logging.Handler):

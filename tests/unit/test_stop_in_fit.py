@@ -26,13 +26,13 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
-from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.run_files import RunFiles
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.loss import ProximalPolicy
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, SlotLoader
 from tests.unit.shared import state_of
 
 STEPS = 4
@@ -71,11 +71,11 @@ class Rollout:
         if slots.meta_info.get("validate"):
             self._require_trained("validation")
             self.moment("validating")
-            self.trainer.session.stop.check()
+            self.trainer.stop.check()
             return None
         self._require_trained("the next batch")
         self.moment("round")
-        self.trainer.session.stop.check()
+        self.trainer.stop.check()
         manager, step = self.manager, slots.meta_info["global_steps"]
         if self.begun != step - 1:
             manager.begin_version(step - 1)
@@ -99,15 +99,18 @@ class Rollout:
         uids, self.untrained = self.untrained, []
         self.manager.groups.train(uids)
 
-    async def save(self, path):
+    def in_flight(self):
+        return {"source": lambda path: write_snapshot(path, {}), "manager": self.save}
+
+    def save(self, path):
         self._require_trained("a checkpoint")
-        write_snapshot(Path(path), state_of(self.manager))
+        write_snapshot(path, state_of(self.manager))
 
-    async def first_errors(self):
-        return ['File "my_loop.py", line 7']
+    async def explain(self, error):
+        error.add_note('File "my_loop.py", line 7')
 
-    async def load(self, path, step):
-        restore(self.manager, read_snapshot(Path(path)))
+    async def load(self, checkpoints):
+        restore(self.manager, read_snapshot(checkpoints.resumed_state("manager")))
 
 
 class Weights(BaseCheckpointManager):
@@ -148,26 +151,27 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     asked = config.trainer
     keep = claim_retention(asked, critic=False)
     checkpoints = RunCheckpoints(Path(asked.default_local_dir), asked.resume_mode, asked.get("resume_from_path"), keep)
-    trainer.session = session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
-    session.begin()
-    session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
+    trainer.settings, trainer.stop = settings, StopSignals.of_process()
+    trainer.files = files = RunFiles(checkpoints, trains=not config.trainer.get("val_only"))
+    files.begin()
+    trainer.steps = TrainingSteps(per_epoch=STEPS, epochs=1, last=STEPS)
     trainer._noted = 0
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
-    session.log = MagicMock(last_round=None)
-    session.source = MagicMock(**{"state_dict.return_value": {}})
+    trainer.recorder = SimpleNamespace(log=MagicMock(last_round=None))
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
-    trainer.train_dataloader, trainer.train_dataset = SlotLoader(session), object()
+    loader = SlotLoader(STEPS, settings.batch_groups, lambda: files.completed_step, lambda: trainer.exhausted)
+    trainer.train_dataloader, trainer.train_dataset = loader, object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg, trainer.llm_server_manager = Weights(moment), object()
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
-    session.driver = trainer.async_rollout_manager
-    session.figures = Figures(trainer.async_rollout_manager)
+    trainer.driver = trainer.async_rollout_manager
+    trainer.recorder.metrics = Figures(trainer.async_rollout_manager)
 
     def update_weights(step):
-        session.complete_step(step)
+        trainer._end_step(step)
         moment("sync")
 
     trainer.checkpoint_manager = SimpleNamespace(update_weights=update_weights, sleep_replicas=lambda: None)
@@ -209,14 +213,14 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
     def run(*overrides, stop_at=None):
         def moment(name):
             step = getattr(trainer, "global_steps", 0)
-            if (name, step) == stop_at and trainer.session.stop._number is None:
+            if (name, step) == stop_at and trainer.stop._number is None:
                 signal.raise_signal(signal.SIGTERM)
 
         at.moment = moment
         keys = *OVERRIDES, f"trainer.default_local_dir={tmp_path}", *overrides
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
-        if trainer.session.checkpoints.chosen is None:
+        if trainer.files.checkpoints.chosen is None:
             trainer.async_rollout_manager.manager.reserve.offer(prompts(2 * STEPS))
         trainer.stopped = False
         try:
@@ -233,7 +237,7 @@ VALIDATES = ("trainer.test_freq=1",)
 
 def log_of(trainer):
     """What its log says of checkpoints and of the end of each process."""
-    events = [call.args[0] for call in trainer.session.log.add.mock_calls]
+    events = [call.args[0] for call in trainer.recorder.log.add.mock_calls]
     names = {Checkpoint: lambda event: "checkpoint", Ended: lambda event: "complete" if event.complete else "stopped"}
     return [(names[type(event)](event), event.step) for event in events if type(event) in names]
 

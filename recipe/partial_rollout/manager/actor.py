@@ -42,7 +42,6 @@ from recipe.partial_rollout.manager.types import (
     SampleOutput,
     Standing,
     StepAccount,
-    VersionStart,
 )
 from recipe.partial_rollout.waits import FirstErrors, ToldError, one_line
 
@@ -83,6 +82,8 @@ class ManagerActor:
         self._store = store
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
         self._policy = settings.scheduling.policy
+        self._carried = 0
+        """groups that were in flight when the version began"""
         self._retries = 0
         """failed samples that wait for their retry"""
         self._errors = FirstErrors()
@@ -140,12 +141,18 @@ class ManagerActor:
             self._manager.admit()
         self._wake()
 
-    async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
+    async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> bool:
         """Begin ``version``: its groups are admitted, and workers may claim.
 
         Where the round was stopped, the trainer may still be updating: claimed samples wait at their workers' gates until
         the engines hold ``version``. What was interrupted has its slot until it is reported, and is the first to get it
-        again. ``source_left``: prompts that remain in the source after ``prompts``.
+        again.
+
+        Args:
+            source_left: prompts that remain in the source after ``prompts``.
+
+        Returns:
+            Whether the version did not begin, because the data ended with fewer prompts left than a batch needs.
 
         Raises:
             RuntimeError: see ``PromptsManager.begin_version``.
@@ -157,11 +164,11 @@ class ManagerActor:
             self._gauges = manager.gauges()
         garbage.release()
         manager.reserve.offer(prompts, source_left)
-        carried = manager.groups.carried
+        self._carried = manager.groups.carried
         if not manager.exhausted:
             manager.begin_version(version)
             self._wake()
-        return VersionStart(carried, exhausted=manager.exhausted)
+        return manager.exhausted
 
     async def wait_batch(self, stop: bool) -> ReadyBatch | None:
         """Wait until the batch of this version is complete, and take it.
@@ -190,7 +197,7 @@ class ManagerActor:
         if not stop:
             manager.admit()
             self._wake()
-        return ReadyBatch(decided_at, groups)
+        return ReadyBatch(decided_at, groups, self._carried)
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""

@@ -328,15 +328,6 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionStart:
-    """What a policy version begins with."""
-
-    carried_groups: int
-    exhausted: bool = False
-    """the version did not begin, because the data ended with fewer prompts left than a batch needs"""
-
-
-@dataclass(frozen=True, slots=True)
 class Standing:
     """How far an open round is."""
 
@@ -355,6 +346,8 @@ class ReadyBatch:
     """unix seconds"""
     groups: list[TakenGroup]
     """the caller fetches their outputs from the store"""
+    carried_groups: int
+    """groups that were in flight when its version began"""
 
 
 @dataclass(frozen=True, slots=True)

