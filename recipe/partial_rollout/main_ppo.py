@@ -129,8 +129,10 @@ class _AboveProgressBar(logging.Handler):
 
 
 def spare_caches() -> None:
-    """Where home or cache cannot be written, have the libraries of this process and its children write to a temporary
-    directory: a cache ends no run. What the home holds is still read: models of the hub, SwanLab's key, Ray's token.
+    """Point caches at a temporary directory where home or cache cannot be written: a cache must not end a run.
+
+    It holds for the libraries of this process and its children. They still read what the home holds: models of the hub,
+    SwanLab's key, Ray's token.
     """
     # Without a home it stays as it is.
     home = Path(os.path.expanduser("~"))

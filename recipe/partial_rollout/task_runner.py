@@ -93,7 +93,7 @@ class TaskRunner(BaseTaskRunner):
         trainer.fit()
 
     def _train_v1(self) -> None:
-        """As verl's ``TaskRunnerV1``, in this process."""
+        """Train with verl's v1 trainer, as its ``TaskRunnerV1`` does, but in this process."""
         import transfer_queue as tq
 
         from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer

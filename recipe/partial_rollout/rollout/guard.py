@@ -1,13 +1,13 @@
-"""The agent-loop workers of a run, and how the driver waits: with an eye on them.
+"""Supervises the agent-loop workers while the driver waits.
 
-Whatever the driver awaits, the workers' ``serve`` calls are watched. A worker that dies is replaced, and its samples are
-requeued: a single-turn sample goes on from its tokens, a conversation begins anew. A worker that does not answer in time
-is ended, and replaced like one that died. A wait for the batch, which may take an hour, is watched by more, and
-whatever happens first ends it::
+During each wait of the driver the guard watches the workers' ``serve`` calls. It replaces a worker that dies, and requeues
+its samples: a single-turn sample goes on from its tokens, a conversation begins anew. It ends a worker that does not answer
+in time, and replaces it like one that died. During a wait for the batch, which may take an hour, it watches more. The
+first of these events ends that wait::
 
     a trainer dies | the user's stop | the manager does not answer | a worker does not answer | engines and samples stall
 
-Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed now and then.
+Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed once a minute.
 Guarded waits do not nest.
 """
 
@@ -64,7 +64,7 @@ class TrainerLostError(RuntimeError):
 
 
 class Guard:
-    """Waits with deadlines; names, asks and replaces the workers.
+    """Waits with deadlines; asks the workers, and replaces those that die.
 
     Args:
         manager: handle of the manager actor.
@@ -265,7 +265,7 @@ class Guard:
         await self.ask("close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """The answers of the living workers to a question that may be asked twice; within a guarded wait.
+        """Have every living worker run ``verb``, which may be repeated; returns their answers. Within a guarded wait.
 
         A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced. One that starts may take
         longer, and is asked nothing.
@@ -275,7 +275,7 @@ class Guard:
         return [answer for answers in found for answer in answers]
 
     async def _answer(self, i: int, verb: str, *args: Any) -> list[Any]:
-        """The answer of worker ``i``; none if it is lost. Once the user has asked to stop it has less time for it."""
+        """The answer of worker ``i``; none if it is lost. It has less time for it once a signal has come."""
         worker, limit_s, began = self._workers[i], self._deadlines.interrupt_s, time.monotonic()
         asking = answer_of(lambda: result_of(getattr(worker, verb).remote(*args)))
         try:
@@ -305,7 +305,8 @@ async def watch_round(
 
     Args:
         began: when, ``time.monotonic``.
-        look: asks the manager; it is told whether an engine has made tokens since it was asked before. None under noPR.
+        look: asks the manager how far the round is; its argument says whether an engine has made tokens since the last
+            time. None under noPR.
     """
     seen = await control.load()
     shown, shown_at = dict(seen), time.monotonic()

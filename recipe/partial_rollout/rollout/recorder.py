@@ -37,9 +37,9 @@ class StepBatch:
     carried_groups: int
     """groups that were in flight when its version began"""
     since: float
-    """colocated: when it was asked for; separate: when the batch before was taken"""
+    """colocated: when the trainer requested it; separate: when the batch before was taken"""
     opened_at: float
-    """when workers could call the engines; separate: when it was asked for"""
+    """when workers could call the engines; separate: when the trainer requested it"""
     until: float
     """colocated: when the engines were quiet; separate: when it was taken"""
     waits: dict[str, float] = field(default_factory=dict)
@@ -266,9 +266,9 @@ def length_metrics(trained: Sequence[TrainedGroup]) -> dict[str, float]:
 
 
 def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
-    """Where some samples have called tools: mean turns, mean seconds in tools, and these as a share of the samples' lives.
+    """Mean turns, mean seconds in tools, and their share of the samples' time; only if some sample has called a tool.
 
-    And tokens decoded for the samples that are not trained, if any.
+    Also the tokens decoded for the samples that are not trained, if there are any.
     """
     in_tools, in_turns, untrained = (
         sum(output.metrics.get(name, 0.0) for output in outputs)

@@ -37,7 +37,7 @@ class RunFiles:
 
     @property
     def metrics(self) -> Path:
-        """What verl's file logger writes."""
+        """The file that verl's file logger writes."""
         return Path(os.environ.get(METRICS_PATH) or self.directory / METRICS)
 
     def begin(self) -> None:
