@@ -11,9 +11,9 @@ the version under which its first sample started. Then every group is trained by
 2. *completion*: version v takes its batch only when the groups that remain can be trained in time (``in_time``): of those
    born, for each j >= 0 at most j N have birth + K <= v + j. Until then the trainer waits; nothing is dropped.
 
-A batch always completes. Once every born group is finished, version v takes the N oldest. For every w <= v, before the batch
-at most (w + K - v + 1) N groups with birth <= w are left (w < v: rule 2 at v - 1; w = v: rule 1). The N oldest go, so
-(w + K - v) N stay, which is rule 2::
+A batch always completes. Once every born group is finished, version v takes the N oldest. For every w <= v, at most
+(w + K - v + 1) N groups with birth <= w were left before that batch (w < v: rule 2 at v - 1; w = v: rule 1). The N oldest
+go, so at most (w + K - v) N stay, which is rule 2::
 
     N = 2, K = 1: at most 4 count. Version 5 begins with two groups born at 4 and two admitted, born at 5.
     Ready: both of 5. Left would be two of birth 4, to be trained by 5: 2 > 0 * 2, so version 5 waits.
@@ -55,8 +55,8 @@ def in_time(births: Mapping[int | None, int], batch: Sequence[int | None], versi
 def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> int:
     """Groups that admission counts: each version trains N of those kept, and its batch counts until the next version.
 
-    Prompts may start while the trainer holds the batch of the present version. A prompt started in place of that batch would
-    share its birth with the groups of the next batch, and exceed the bound::
+    Prompts may start while the trainer holds the batch of the present version. A prompt that starts in place of that batch
+    would share its birth with the groups of the next batch, and exceed the bound::
 
         N = 2, K = 1: at most 4. Version 5 begins with 14 - 2 * 5 = 4 in flight.
         Its batch is taken: 2 are in flight, and 4 count. Two more would be born under version 5, too, and one version

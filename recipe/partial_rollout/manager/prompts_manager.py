@@ -148,7 +148,7 @@ class PromptsManager:
         self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:
-        """Queue the sample for its worker, which keeps its conversation, before new prompts; free its slot if it holds one."""
+        """Free its slot, if it holds one, and queue it before new prompts, for its worker, which keeps its conversation."""
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:

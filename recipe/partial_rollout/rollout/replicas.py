@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class ServerControl:
     """Interrupts, holds, resumes and restarts a set of replicas.
 
-    A replica that fails an interrupt, hold, resume, sleep or health check by dying is left out from then on, and each worker
+    A replica whose death an interrupt, hold, resume, sleep or health check notices is left out from then on. Each worker
     moves its samples to the others. ``restart_dead`` brings it back before the next weight sync, which gives it the
     trainer's weights. So every request to all replicas must go through here, including those of verl's ``fit``.
 

@@ -39,8 +39,7 @@ class StopTraining(Exception):
 class EndNow(KeyboardInterrupt, SystemExit):
     """Ends the process with its exit code; ``StopTraining`` is the way in which nothing is lost.
 
-    It is a ``KeyboardInterrupt``, which Ray passes on from within its waits; on a bare ``SystemExit`` Ray aborts with a stack
-    dump.
+    Ray passes a ``KeyboardInterrupt`` on from within its waits. On a ``SystemExit`` it aborts with a stack dump.
     """
 
     def __init__(self, number: int) -> None:
