@@ -106,3 +106,6 @@ def test_training_that_asks_for_more_steps_than_its_data_ends_with_the_data(reso
     # verl's fit validates and saves in it.
     assert trainer.total_training_steps == trainer.steps.last == 6
     assert "the data ends after step 6 of trainer.total_training_steps=9" in capsys.readouterr().out
+    # The workers make their schedules of these.
+    for part in (config.actor_rollout_ref.actor, config.critic):
+        assert part.optim.total_training_steps == 6, "a decay ends with the training"

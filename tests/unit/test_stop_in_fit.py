@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_trainer
+from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
@@ -164,6 +165,8 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.train_dataloader, trainer.train_dataset = loader, object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg, trainer.llm_server_manager = Weights(moment), object()
+    if config.algorithm.use_kl_in_reward:
+        trainer.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
@@ -323,6 +326,40 @@ def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validati
         trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
         assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
         assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
+
+
+ADAPTIVE = (
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=10",
+)
+
+
+def penalized(batch, kl_ctrl, kl_penalty):
+    """verl's penalty, of a divergence far above its target."""
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    kl_ctrl.update(current_kl=1.0, n_steps=4)
+    return batch, {}
+
+
+def test_adaptive_coefficient_of_the_kl_penalty_goes_on_where_the_checkpoint_left_it(life, monkeypatch):
+    monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
+    values = [0.1 * 1.08**step for step in range(STEPS + 1)]
+    first = life(*ADAPTIVE, "trainer.save_freq=1", stop_at=("round", 3))
+    assert first.kl_ctrl_in_reward.value == pytest.approx(values[2])
+    second = life(*ADAPTIVE, "trainer.save_freq=1")
+    assert second.kl_ctrl_in_reward.value == pytest.approx(values[STEPS])
+
+
+def test_coefficient_that_a_checkpoint_lacks_starts_over_and_is_told(life, monkeypatch, capsys):
+    monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
+    fixed = "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1", "trainer.save_freq=1"
+    assert life(*fixed, stop_at=("round", 3)).kl_ctrl_in_reward.value == 0.1
+    assert "algorithm.kl_ctrl" not in capsys.readouterr().out
+    trainer = life(*ADAPTIVE)
+    assert trainer.kl_ctrl_in_reward.value == pytest.approx(0.1 * 1.08 ** (STEPS - 2))
+    assert "global_step_2 has no coefficient of algorithm.kl_ctrl: it starts at 0.1" in capsys.readouterr().out
 
 
 def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_none(life, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
 
@@ -43,6 +45,8 @@ from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
+KL_COEFFICIENT = "kl_coefficient"
+"""file of a checkpoint with the adaptive coefficient of the KL penalty on rewards"""
 _VerlsTrainer: Any = object
 """stands for the class of verl's that follows ``TrainerRun``"""
 
@@ -121,6 +125,9 @@ class TrainerRun(_VerlsTrainer):
                 f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={asked} "
                 f"(trainer.total_epochs={epochs})"
             )
+        # The workers are made later: their learning rates decay to the last step that there is.
+        for part in ("actor_rollout_ref.actor", "critic"):
+            OmegaConf.update(self.config, f"{part}.optim.total_training_steps", self.total_training_steps)
         self.steps = steps = TrainingSteps(len(loader), epochs, self.total_training_steps)
         self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
         if self.settings.enable:
@@ -244,8 +251,15 @@ class TrainerRun(_VerlsTrainer):
         # It comes before the step's weight sync, which ends a step that saves nothing.
         step = self._end_step(self.global_steps)
         in_flight = {} if self.driver is None else self.driver.in_flight()
-        self.files.checkpoints.save(step, in_flight, super()._save_checkpoint)
+        self.files.checkpoints.save(step, in_flight, self._save_trainer)
         self.recorder.log.add(Checkpoint(step), sync=True)
+
+    def _save_trainer(self) -> None:
+        """Save verl's checkpoint, and beside it the adaptive KL coefficient, which verl's lacks."""
+        super()._save_checkpoint()
+        if (controller := self._adaptive_kl) is not None:
+            path = self.files.checkpoints.step_dir(self.global_steps) / KL_COEFFICIENT
+            path.write_text(repr(float(controller.value)))
 
     def _load_checkpoint(self) -> None:
         """Load the trainer's part of the checkpoint to resume, if there is one."""
@@ -257,6 +271,17 @@ class TrainerRun(_VerlsTrainer):
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
+        if (controller := self._adaptive_kl) is not None:
+            if (chosen / KL_COEFFICIENT).exists():
+                controller.value = float((chosen / KL_COEFFICIENT).read_text())
+            else:
+                print(f"{chosen} has no coefficient of algorithm.kl_ctrl: it starts at {controller.value:g}")
+
+    @property
+    def _adaptive_kl(self) -> AdaptiveKLController | None:
+        """verl's controller of the KL penalty on rewards, if it adapts its coefficient."""
+        controller = getattr(self, "kl_ctrl_in_reward", None)
+        return controller if isinstance(controller, AdaptiveKLController) else None
 
     def _load_data(self) -> None:
         """Go on in the data where the checkpoint to resume, if any, left it; PR: with everything in flight."""
