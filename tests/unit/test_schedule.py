@@ -67,11 +67,17 @@ def test_warm_up_passes_if_verls_schedule_reaches_the_rate_that_is_asked_for(che
         ([f"{OPTIM}.lr_warmup_steps=8", "trainer.total_training_steps=8"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
         ([f"{OPTIM}.lr_warmup_steps=30", "trainer.total_training_steps=99"], f"{OPTIM}.lr_warmup_steps=30: below 12: "),
         ([f"{OPTIM}.lr_warmup_steps=8", "trainer.critic_warmup=5"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
-        ([f"{OPTIM}.lr_warmup_steps_ratio=0.5", "trainer.critic_warmup=8"], "lr_warmup_steps_ratio=0.5: below 0.4167: "),
+        (
+            [f"{OPTIM}.lr_warmup_steps_ratio=0.5", "trainer.critic_warmup=8"],
+            "lr_warmup_steps_ratio=0.5: below 0.4167: ",
+        ),
         ([f"+{OPTIM}.lr_decay_steps=24", f"{OPTIM}.lr_warmup_steps_ratio=0.5"], "_ratio=0.5: below 0.5: "),
         (["trainer.critic_warmup=13"], "trainer.critic_warmup=13: at most 12, the steps of this training"),
         (["algorithm.adv_estimator=gae", "trainer.critic_warmup=13"], None),
-        (["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps=50"], "critic.optim.lr_warmup_steps=50: below 12"),
+        (
+            ["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps=50"],
+            "critic.optim.lr_warmup_steps=50: below 12",
+        ),
         (["critic.optim.lr_warmup_steps=50"], None),
     ],
 )

@@ -57,7 +57,7 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
-"""what verl's trainer has of the dataset row of a scored sample: other columns may be named like what is its own"""
+"""columns of the dataset that verl's trainer gets of a scored sample; others may have the name of a column of its own"""
 _IDENTITY = ("raw_prompt", "index")
 """columns by which the report knows a prompt again; a dataset of the user's own may have neither"""
 
@@ -93,8 +93,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
             StopTraining: the user asked for it during a validation.
         """
         if prompts.meta_info.get("validate", False):
-            output = await self._validate(prompts, super().generate_sequences(prompts))
-            return output
+            return await self._validate(prompts, super().generate_sequences(prompts))
         step, start = prompts.meta_info["global_steps"], time.time()
         recorder, batch_groups = self.recorder, self.recorder.settings.batch_groups
         showing = watch_round(recorder.control, batch_groups, step, time.monotonic())
@@ -110,11 +109,10 @@ class ObservedAgentLoopManager(AgentLoopManager):
         start = time.time()
         output = await wait(generated, None, "validation", None, watches=[self._stop.watch()])
         self._leave_out_failed(output)
-        end = time.time()
+        self.recorder.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, time.time()))
         if not self.recorder.settings.enable:
             # The next batch's are counted from here; PR's driver knows its own by their names.
             await self._take_calls()
-        self.recorder.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
@@ -146,8 +144,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
         epoch_groups = self._steps.per_epoch * size
-        columns = prompts.non_tensor_batch
-        identity = {key: columns[key] for key in _IDENTITY if key in columns}
+        identity = {key: column for key, column in prompts.non_tensor_batch.items() if key in _IDENTITY}
         trained = []
         for i in range(size):
             order = (step - 1) * size + i
@@ -186,15 +183,13 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
-            output = await super().generate_sequences(prompts)
-            return output
+            return await super().generate_sequences(prompts)
         groups = await self._driver.next_batch(int(prompts.meta_info["global_steps"]))
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
-        outputs = [output for group in groups for output in group.outputs]
-        metrics = [AgentLoopMetrics.model_validate(output.metrics).model_dump() for output in outputs]
-        batch.meta_info["timing"] = self._performance_metrics([metrics], batch)
+        timings = [AgentLoopMetrics.model_validate(o.metrics).model_dump() for group in groups for o in group.outputs]
+        batch.meta_info["timing"] = self._performance_metrics([timings], batch)
         return batch
 
 
@@ -235,18 +230,18 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
 
 
 def _non_tensors(
-    groups: Sequence[TakenGroup], slot_uids: Sequence[str], *, scored: bool
+    samples: Sequence[tuple[str, dict[str, Any], SampleOutput]], *, scored: bool
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    rows = [group.row for group in groups for _ in group.outputs]
-    outputs = [output for group in groups for output in group.outputs]
+    """The columns of ``samples``, and the names of those that the reward gave."""
+    uids, rows, outputs = zip(*samples, strict=True)
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.
-    kept = [key for key in groups[0].row if key in _SCORED_BY or not scored]
+    kept = [key for key in rows[0] if key in _SCORED_BY or not scored]
     fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in kept}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
     fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys, key=str)})
     fields.update(infos)
-    fields["uid"] = objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
+    fields["uid"] = objects(uids)
     fields["__num_turns__"] = np.array([o.num_turns for o in outputs], dtype=np.int32)
     fields["multi_modal_inputs"] = objects([{} for _ in outputs])
     return fields, list(infos)
@@ -282,10 +277,13 @@ def assemble_batch(
     sizes = {len(group.outputs) for group in groups}
     if len(sizes) != 1:
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
-    groups = [replace(g, outputs=_fitted(g.outputs, response_length)) for g in groups]
-    outputs = [output for group in groups for output in group.outputs]
-    tensors = _tensors(outputs, prompt_length, response_length, pad_id)
+    samples = [
+        (uid, group.row, output)
+        for uid, group in zip(slot_uids, groups, strict=True)
+        for output in _fitted(group.outputs, response_length)
+    ]
+    tensors = _tensors([output for _, _, output in samples], prompt_length, response_length, pad_id)
     scored = "rm_scores" in tensors.keys()  # noqa: SIM118
-    non_tensors, extra_keys = _non_tensors(groups, slot_uids, scored=scored)
+    non_tensors, extra_keys = _non_tensors(samples, scored=scored)
     meta = {"reward_extra_keys": extra_keys} if scored else {}
     return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)

@@ -1,4 +1,4 @@
-"""What becomes of a logged step besides verl's record: more figures, one line, warnings of collapse, pictures."""
+"""Logs a step beside verl's own record: the overview's metrics, one line, warnings of collapse, pictures."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
 
 MOST_CALLS = 2000
-"""calls that a timeline draws; of more, an even choice"""
+"""calls that a timeline draws at most; of more it draws every second, third, ..."""
 _ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
 _TOLERANCE_S = 0.5
-"""a call that begins this much before its round belongs to it all the same: clocks of processes differ"""
+"""a call may begin this long before its round and still belong to it: clocks of processes differ"""
 
 
 class StepLog:
@@ -54,7 +54,7 @@ class StepLog:
         self._drift = PolicyDrift()
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Metrics of ``step`` with the overview's figures; prints the line, warns."""
+        """Return the metrics of ``step`` with the overview's; print the line and any warnings."""
         data = {**overview(data, partial=self._settings.enable), **data}
         tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
         warnings = (not_finite(data, step), self._drift.observe(data, step) if self._settings.enable else None)
@@ -73,12 +73,12 @@ class StepLog:
 
 
 def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> str:
-    """A step's main figures in a line; verl's full metrics go to the file and the tracker backends.
+    """Format a step's main metrics as a line; the file and the trackers have all of them.
 
     Args:
         data: metrics; those of a validation alone have a line of their own.
         total: steps of the training.
-        got: what the trainer got its batch from.
+        got: name of the time until the trainer had its batch.
     """
     if "training/global_step" not in data:
         scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if "val-core" in key]
@@ -106,7 +106,7 @@ def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> st
 
 
 def not_finite(data: Mapping[str, Any], step: int) -> str | None:
-    """A warning that names the figures of ``step`` that are nan or infinite; None if all are finite."""
+    """Return a warning that names the metrics of ``step`` that are nan or infinite; None if all are finite."""
     watched = ((key, value) for key, value in data.items() if key.startswith(_WATCHED) and isinstance(value, Real))
     broken = [f"{key} {value}" for key, value in watched if not isfinite(value)]
     if not broken:
@@ -125,7 +125,7 @@ class PolicyDrift:
         self._alarmed = False
 
     def observe(self, data: Mapping[str, Any], step: int) -> str | None:
-        """A warning if drift begins in ``step``; None if all is well or drift goes on."""
+        """Return a warning if drift begins in ``step``; None if all is well or drift goes on."""
         kl = float(data.get(KL, nan))
         if not isfinite(kl):
             return None
@@ -146,7 +146,7 @@ class PolicyDrift:
 
 
 def timeline(round_: Round) -> Figure:
-    """A line for each engine call, those of a replica in one band, by start.
+    """Draw each engine call as a line, by start, those of a replica in one band.
 
     Under separate placement the calls are those that ended since the batch before, and may have begun long before it.
     """
@@ -174,7 +174,7 @@ def timeline(round_: Round) -> Figure:
 
 
 def length_histogram(round_: Round) -> Figure:
-    """Response lengths (tokens) of the trained samples, their mean and sigmas."""
+    """Draw the response lengths (tokens) of the trained samples, with their mean and sigmas."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
     axes.hist(lengths, bins=40, color=_ENDED)

@@ -1,4 +1,4 @@
-"""What the recipe's trainers of verl share, a run around verl's training loop; and verl's ``RayPPOTrainer`` with it.
+"""The run around verl's training loop, which the recipe's trainers share; and verl's ``RayPPOTrainer`` with it.
 
 A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; ``TrainerRun`` gives
 the run's files, driver, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
@@ -82,7 +82,7 @@ class SlotLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``state_dict``."""
+        """Load nothing: the prompt source keeps the position in the data."""
 
 
 class TrainerRun(_VerlsTrainer):
@@ -363,7 +363,7 @@ class TrainerRun(_VerlsTrainer):
             self.stop.check()
 
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
+        """Validate as verl does. A stop cuts it short: the step that it belongs to is still logged, and is the last."""
         self._note_training()
         try:
             self.stop.check()
@@ -404,13 +404,13 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._offer(self.train_dataloader)
 
     def init_workers(self) -> None:
-        """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
+        """Let verl make replicas and workers, and connect the recipe's parts to them."""
         with standalone_engines() if self.settings.separate else nullcontext():
             super().init_workers()
         self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """As ``play``."""
+        """Run verl's ``fit`` as ``play`` does."""
         self.play(super().fit)
 
     def _load_checkpoint(self) -> None:

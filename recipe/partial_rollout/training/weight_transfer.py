@@ -1,8 +1,8 @@
-"""How new weights get from the trainer into the engines, in two parts: ``stage`` while they decode, ``load`` while held.
+"""Transfers new weights into the engines in two parts: ``stage`` while they decode, ``load`` while they are held.
 
-Each part has a deadline, and an eye on the replicas: verl's sender waits for the receiver's answer without looking at the
-receiver's error, so a sync that fails in an engine would hang whoever sends to it. A replica that is dead before the sync
-is restarted for it (PR); one that dies during it ends the run. What else PR does around a sync is the driver's::
+Each part has a deadline and watches the replicas: verl's sender waits for the receiver's answer without looking at the
+receiver's error, so a sync that fails in an engine would hang its sender. A replica that is dead before the sync is
+restarted for it (PR); one that dies during it ends the run. The driver does the rest of what PR does around a sync::
 
     transfer.stage -> driver.loading -> transfer.load -> (end of driver.loading)
 
@@ -45,7 +45,7 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightTransfer:
-    """Between trainers and engines that share their devices, and the seam for others.
+    """Transfers weights between trainers and engines that share their devices; the base of the other transfers.
 
     Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
@@ -59,16 +59,16 @@ class WeightTransfer:
         self._deadline_s = deadline_s
 
     async def stage(self, version: int) -> bool:
-        """Do all that can be done while the engines decode; returns whether that was anything."""
+        """Do what can be done while the engines decode; returns whether there was anything to do."""
         return False
 
     async def load(self, version: int) -> None:
-        """Every engine, idle and alive, gets the weights and learns their version."""
+        """Send the weights and their version to every engine, which is idle and alive."""
         what = f"weight sync of version {version}"
         await self._watched(self._sent(version, what), what, self._verls.replicas)
 
     async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
-        """Wait for ``part``, which raises if its own side fails, while ``replicas`` are asked for the error of theirs."""
+        """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
         names = ", ".join(replica.server_address for replica in replicas)
         whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
         await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
@@ -89,7 +89,7 @@ def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTran
 
 
 class CachedTransfer(WeightTransfer):
-    """The trainer is done when its weights are packed; the engines load them on their own.
+    """Lets the trainer go on once its weights are packed; the engines load them on their own.
 
     A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
     """
@@ -105,7 +105,7 @@ class CachedTransfer(WeightTransfer):
         if not self._met:
             await self._watched(self._meet(), "the first meeting of trainers and engines")
             self._met = True
-        # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
+        # The trainers may still be removing the weights that the engines loaded last.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
         await self._watched(self._sent(version, what), what)
@@ -140,48 +140,44 @@ class CachedTransfer(WeightTransfer):
 
 
 class HeldTransfer(WeightTransfer):
-    """verl's own sync, without its abort: the engines are held instead. Not run on a GPU."""
+    """Runs verl's own sync, but for its abort: the engines are held instead. Not run on a GPU."""
 
     def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
         super().__init__(verls, deadline_s)
         self._held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
-        # verl blocks its thread. asyncio would wait for a thread of its own at the end, even after a failure.
+        # verl blocks its thread. asyncio would wait for one of its own threads at the end, even after a failure.
         self._thread = ThreadPoolExecutor(1)
 
     async def load(self, version: int) -> None:
         what = f"weight sync of version {version}"
-
-        async def sync() -> None:
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._held.update_weights, version)
-            except RayError as error:
-                raise WeightSyncError(f"{what} failed in the trainer or beside an engine: {one_line(error)}") from error
-
-        await self._watched(sync(), what, self._held.replicas)
+        sync = asyncio.get_running_loop().run_in_executor(self._thread, self._held.update_weights, version)
+        await self._watched(
+            _all([sync], f"{what} failed in the trainer or beside an engine"), what, self._held.replicas
+        )
 
 
 class HeldCheckpointManager(CheckpointEngineManager):
-    """verl's manager for engines that are held while it transfers, and keep their requests and their KV cache."""
+    """verl's manager for engines that the driver holds during the transfer, with their requests and KV cache."""
 
     @auto_await
     async def abort_replicas(self, reject_request: bool = False) -> None:
-        """The engines are held already."""
+        """Abort nothing: a held engine makes no token."""
 
     @auto_await
     async def resume_generation_replicas(self) -> None:
-        """Who has held them resumes them."""
+        """Resume nothing: the driver resumes the engines that it holds."""
 
     @auto_await
     async def release_kv_cache_replicas(self) -> None:
-        """It holds the cache of requests that go on. verl would first wait for them to end."""
+        """Keep the cache: held requests go on with it. verl would first wait for them to end."""
 
     @auto_await
     async def resume_kv_cache_replicas(self) -> None:
-        """It was not released."""
+        """Restore nothing: the cache was kept."""
 
 
 async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
-    """The results of Ray's ``refs``; the first error becomes a ``WeightSyncError`` that begins with ``failed``."""
+    """Await ``refs``; the first error of Ray's becomes a ``WeightSyncError`` that begins with ``failed``."""
     try:
         return await asyncio.gather(*refs)
     except RayError as error:
@@ -228,7 +224,7 @@ class RecipeCheckpointManager:
 
     @auto_await
     async def sleep_replicas(self) -> None:
-        """As verl's, which calls it when it has a batch. PR: a dead replica is left out; separate ones decode on."""
+        """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
         await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
