@@ -32,12 +32,12 @@ Format = Literal[5]
 STEP = re.compile(r"global_step_([0-9]+)")
 
 
-class TornCheckpointError(RuntimeError):
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be resumed: this version of the recipe did not make it, or it is torn."""
+
+
+class TornCheckpointError(CheckpointError):
     """A checkpoint of partial rollout that is not whole."""
-
-
-class ForeignCheckpointError(RuntimeError):
-    """A checkpoint that this version of the recipe did not make."""
 
 
 class ListedFile(Struct, frozen=True):
@@ -105,7 +105,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
     Raises:
         TornCheckpointError: the file is missing.
-        ForeignCheckpointError: it is not a snapshot.
+        CheckpointError: it is not a snapshot.
     """
     try:
         state = unpack(path.read_bytes())
@@ -144,7 +144,7 @@ def verify(step_dir: Path) -> Manifest:
 
     Raises:
         TornCheckpointError: it was begun and not sealed, or a file is missing or changed.
-        ForeignCheckpointError: this version of the recipe did not make it.
+        CheckpointError: this version of the recipe did not make it.
     """
     manifest = read(step_dir)
     named = STEP.fullmatch(step_dir.name)
@@ -194,9 +194,9 @@ def torn(path: Path, reason: str) -> TornCheckpointError:
     )
 
 
-def foreign(path: Path, reason: str) -> ForeignCheckpointError:
+def foreign(path: Path, reason: str) -> CheckpointError:
     """The one-line error for a checkpoint that this recipe did not make."""
-    return ForeignCheckpointError(
+    return CheckpointError(
         f"{path} cannot be resumed by partial rollout: {reason}; "
         f"set another trainer.default_local_dir, or trainer.resume_mode=disable to start over"
     )

@@ -38,7 +38,7 @@ from msgspec import structs
 from recipe.partial_rollout.checkpoint.manifest import (
     DIRECTORY,
     STEP,
-    ForeignCheckpointError,
+    CheckpointError,
     Manifest,
     TornCheckpointError,
     begin,
@@ -99,7 +99,7 @@ class RunCheckpoints:
 
     Raises:
         TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
-        ForeignCheckpointError: something else made it.
+        CheckpointError: something else made it.
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
@@ -214,7 +214,7 @@ class RunCheckpoints:
                 read(step_dir)
             except TornCheckpointError:
                 continue
-            except ForeignCheckpointError:
+            except CheckpointError:
                 pass
             yield step_dir
 
@@ -303,7 +303,7 @@ class RunCheckpoints:
 def _is_whole(step_dir: Path) -> bool:
     try:
         return bool(verify(step_dir))
-    except (TornCheckpointError, ForeignCheckpointError):
+    except CheckpointError:
         return False
 
 

@@ -249,7 +249,7 @@ class ManagerActor:
         """Restore the snapshot at ``path``, before the first version.
 
         Raises:
-            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            TornCheckpointError, CheckpointError: see ``read_snapshot``.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
         restore(self._manager, state)

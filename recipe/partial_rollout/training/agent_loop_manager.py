@@ -1,4 +1,4 @@
-"""verl's agent-loop manager: noPR's with an account of its phases, and PR's, whose batches come from the driver.
+"""verl's agent-loop manager for both arms: noPR's records its rounds, PR's takes its batches from the driver.
 
 PR's finished groups become verl's ``DataProto`` here; padding happens here and nowhere earlier. The batch contract
 (B = groups * samples, P = rollout.prompt_length, R = rollout.response_length):
@@ -17,9 +17,9 @@ rollout_versions   [B, R]    int32   policy version of each generated token; -1 
 rm_scores          [B, R]    float32 the score at the last generated token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
-Non-tensor fields: of the dataset row what it is scored by (all of it, when a reward model scores later), ``uid`` (the
-slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty), the reward's
-extra information and the agent loop's extra fields.
+Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
+``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty), the
+reward's extra information and the agent loop's extra fields.
 Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
 """
 
@@ -63,9 +63,9 @@ _IDENTITY = ("raw_prompt", "index")
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
-    """noPR: verl's manager and workers make the batches; the cost of each rollout phase is recorded.
+    """noPR: verl's manager and workers make the batches; the rounds are recorded.
 
-    verl constructs it before the trainer has all its parts; ``connect`` makes what needs them.
+    verl constructs it before the trainer has the parts of the run; ``connect`` brings them.
     """
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
@@ -87,7 +87,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """``AgentLoopManager.generate_sequences``, observed.
+        """Have verl generate, and record the round or the validation.
 
         Raises:
             StopTraining: the user asked for it during a validation.
@@ -111,7 +111,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         self._leave_out_failed(output)
         self.recorder.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, time.time()))
         if not self.recorder.settings.enable:
-            # The next batch's are counted from here; PR's driver knows its own by their names.
+            # Or the next round would count the calls of this validation. PR's driver knows its own by their names.
             await self._take_calls()
         return output
 
@@ -128,7 +128,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         Raises:
             RolloutFailedError: they are too many.
         """
-        # A colocated reward model scores this batch later.
+        # A colocated reward model scores this batch later, and must know that it is a validation's.
         output.meta_info["validate"] = True
         spread_infos(output, validate=True)
         errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
@@ -137,7 +137,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         metrics[failed] = metrics.get(failed, 0) + len(errors)
 
     def _round(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> Round:
-        """The record of a phase of noPR, in which every sample started and ended, under one version."""
+        """Make the record of a round of noPR, in which every sample started and ended under one version."""
         settings = self.recorder.settings
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
@@ -174,14 +174,14 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         self._driver, self._pad_id = driver, pad_id
 
     def spawn(self) -> Any:
-        """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
+        """Make a worker as verl's ``_init_agent_loop_workers`` does, but on the driver's node."""
         return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
+        """Return verl's own validation, or the driver's next batch, whose row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
             return await super().generate_sequences(prompts)
         groups = await self._driver.next_batch(int(prompts.meta_info["global_steps"]))
@@ -248,7 +248,7 @@ def _non_tensors(
 
 
 def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[SampleOutput, ...]:
-    """``outputs`` of a group as the batch holds them: masked ones with a sibling's prompt, cut to the width.
+    """Give masked ``outputs`` of a group a sibling's prompt, and cut them to the width of the batch.
 
     The turns of a sample that failed may have made more tokens than a response holds.
     """
@@ -265,7 +265,7 @@ def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[Samp
 def assemble_batch(
     groups: Sequence[TakenGroup], slot_uids: Sequence[str], prompt_length: int, response_length: int, pad_id: int
 ) -> DataProto:
-    """The training batch of ``groups``, in their order.
+    """Make the training batch of ``groups``, in their order.
 
     Args:
         slot_uids: one per group, as verl's ``fit`` named its slots.
