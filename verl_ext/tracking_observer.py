@@ -20,36 +20,17 @@ from verl_ext.guard import VERL, replaced, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
 After = Callable[[dict[str, Any], int], None]
-SWANLAB = "swanlab"
 
 
 @contextmanager
-def observed_tracking(
-    observer: Observer,
-    after: After | None = None,
-    table: dict[str, Any] | None = None,
-    file: Path | None = None,
-) -> Iterator[None]:
+def observed_tracking(observer: Observer, after: After | None = None, file: Path | None = None) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
-    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
-    configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
-    logger appends to ``file``; None: to what verl's variable names.
+    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. The file logger
+    appends to ``file``; None: to what verl's variable names.
     """
     require("verl", VERL, "tracking_observer")
-    verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
-
-    def make(
-        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
-    ) -> None:
-        backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        if table is None or SWANLAB not in backends:
-            made(self, project_name, experiment_name, backends, config)
-            return
-        made(self, project_name, experiment_name, [SWANLAB], table)
-        board = self.logger
-        made(self, project_name, experiment_name, [each for each in backends if each != SWANLAB], config)
-        self.logger |= board
+    verls, logged = tracking.Tracking, tracking.Tracking.log
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
         data = observer(data, step)
@@ -63,6 +44,5 @@ def observed_tracking(
             path.parent.mkdir(parents=True, exist_ok=True)
             self.filepath, self.fp = str(path), path.open("ab", buffering=0)
 
-    appended = replaced(tracking, "FileLogger", AppendedFile)
-    with replaced(verls, "__init__", make), replaced(verls, "log", log), appended:
+    with replaced(verls, "log", log), replaced(tracking, "FileLogger", AppendedFile):
         yield

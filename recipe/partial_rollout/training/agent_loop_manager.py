@@ -18,8 +18,8 @@ rm_scores          [B, R]    float32 the score at the last generated token (abse
 ================== ========= ======= ==========================================================================
 
 Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
-``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty), the
-reward's extra information and the agent loop's extra fields.
+``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty),
+the reward's extra information and the agent loop's extra fields.
 Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
 """
 

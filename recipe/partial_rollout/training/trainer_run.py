@@ -217,8 +217,8 @@ class TrainerRun(_VerlsTrainer):
                 self._note_end(complete=True)
                 return
             try:
-                table = open_run(self.config, files.checkpoints.run)
-                with observed_tracking(self._observe_step, self._after_log, table, files.metrics):
+                open_run(self.config.trainer.logger, files.checkpoints.run)
+                with observed_tracking(self._observe_step, self._after_log, files.metrics):
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
                     loop()
@@ -238,8 +238,9 @@ class TrainerRun(_VerlsTrainer):
     def _only_validate(self, loop: Callable[[], object]) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
         self.config.trainer.val_before_train = True
-        table, file = open_run(self.config, None), self.files.metrics.with_name("validation.jsonl")
-        with self.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
+        open_run(self.config.trainer.logger, None)
+        file = self.files.metrics.with_name("validation.jsonl")
+        with self.stop.caught(), observed_tracking(self._observe_step, file=file):
             loop()
             # A validation that is cut short ends as if it were whole.
             self.stop.check()
