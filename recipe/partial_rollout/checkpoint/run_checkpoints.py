@@ -287,7 +287,7 @@ class RunCheckpoints:
         self._tidy(step_dir, state)
 
     def _tidy(self, step_dir: Path, state: str) -> None:
-        """Remove old checkpoints, replaced states, and unfinished checkpoints without a model."""
+        """Remove checkpoints beyond the limit, and states that a later seal has replaced."""
         if self._keep:
             for step in self._kept[: -self._keep]:
                 shutil.rmtree(self.step_dir(step), ignore_errors=True)
@@ -295,9 +295,6 @@ class RunCheckpoints:
         for path in (step_dir / DIRECTORY).glob("*.state"):
             if not path.stem.endswith(state):
                 path.unlink()
-        for other in self.run_dir.glob("global_step_*"):
-            if (other / DIRECTORY).is_dir() and not (other / _MODEL).is_dir():
-                shutil.rmtree(other)
 
 
 def _is_whole(step_dir: Path) -> bool:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from ray.exceptions import RayActorError, RayError
@@ -33,7 +33,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.recorder import Recorder
-from recipe.partial_rollout.waits import finished, is_out_of_reach, one_line, result_of, wait
+from recipe.partial_rollout.waits import finished, in_thread, is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
@@ -85,7 +85,7 @@ def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTran
         return WeightTransfer(verls, deadline_s)
     if issubclass(verls.backend_cls, CheckpointEngineWithCache):
         return CachedTransfer(verls, deadline_s)
-    return HeldTransfer(verls, deadline_s)
+    return HeldTransfer(HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas), deadline_s)
 
 
 class CachedTransfer(WeightTransfer):
@@ -142,18 +142,12 @@ class CachedTransfer(WeightTransfer):
 class HeldTransfer(WeightTransfer):
     """Runs verl's own sync, but for its abort: the engines are held instead. Not run on a GPU."""
 
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        super().__init__(verls, deadline_s)
-        self._held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
-        # verl blocks its thread. asyncio would wait for one of its own threads at the end, even after a failure.
-        self._thread = ThreadPoolExecutor(1)
-
     async def load(self, version: int) -> None:
         what = f"weight sync of version {version}"
-        sync = asyncio.get_running_loop().run_in_executor(self._thread, self._held.update_weights, version)
-        await self._watched(
-            _all([sync], f"{what} failed in the trainer or beside an engine"), what, self._held.replicas
-        )
+        # verl blocks its thread until both sides are done.
+        sync = in_thread(partial(self._verls.update_weights, version))
+        failed = f"{what} failed in the trainer or beside an engine"
+        await self._watched(_all([sync], failed), what, self._verls.replicas)
 
 
 class HeldCheckpointManager(CheckpointEngineManager):
