@@ -128,9 +128,12 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     )
     recorder = Recorder(settings, versions, control, None)
 
+    ended = [0]
+
     def end_step(step):
-        log.append(f"step {step} ends")
-        return step
+        ended.append(ended[-1] if step is None else step)
+        log.append(f"step {ended[-1]} ends")
+        return ended[-1]
 
     guard = Guard(settings, versions, [], None, control, None, [], StopSignals())
     driver = Driver(settings, TrainingSteps(99, 1, 99), versions.source, control, recorder, versions, None, guard)

@@ -268,6 +268,7 @@ class TrainerRun(_VerlsTrainer):
         trainer, chosen = self.config.trainer, self.files.checkpoints.chosen
         if chosen is None:
             return
+        # verl would search for a checkpoint itself; this one has been verified.
         asked = trainer.resume_mode, trainer.get("resume_from_path")
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
         super()._load_checkpoint()

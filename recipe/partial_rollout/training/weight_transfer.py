@@ -232,6 +232,7 @@ class RecipeCheckpointManager:
         """
         version, start = self._end_step(global_steps), time.time()
         sent: Any = {}
+        # On shared devices noPR sends as PR does, for the deadline and the name of the engine that fails.
         if self._driver is None and self._verls.backend != "naive":
             sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
