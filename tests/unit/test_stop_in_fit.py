@@ -434,8 +434,8 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(life, tmp_path, mon
     """Of the second checkpoint."""
     states = iter([state_of, lambda manager: {"row": {"created": object()}}])
 
-    async def save(self, path):
-        write_snapshot(Path(path), next(states)(self.manager))
+    def save(self, path):
+        write_snapshot(path, next(states)(self.manager))
 
     monkeypatch.setattr(Rollout, "save", save)
     with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:

@@ -126,11 +126,12 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     settings = SimpleNamespace(
         separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s), enable=pr
     )
-    recorder = Recorder(settings, versions, control, None)
+    recorder, ended = Recorder(settings, versions, control, None), []
 
     def end_step(step):
-        log.append(f"step {step} ends")
-        return step
+        ended.append(ended[-1] if step is None else step)
+        log.append(f"step {ended[-1]} ends")
+        return ended[-1]
 
     guard = Guard(settings, versions, [], None, control, None, [], StopSignals())
     driver = Driver(settings, TrainingSteps(99, 1, 99), versions.source, control, recorder, versions, None, guard)
