@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 
+import grimp
 import pytest
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
@@ -214,3 +216,10 @@ def test_console_script_of_a_wheel_composes_a_config_from_another_directory(inst
     assert done.returncode == 0, done.stderr[-2000:]
     composed = OmegaConf.create(done.stdout)
     assert (composed.partial_rollout.overlap, composed.algorithm.adv_estimator) == (1.5, "grpo")
+
+
+def test_no_circle_of_files_is_left_type_hints_included():
+    graph = grimp.build_graph("recipe.partial_rollout", "verl_ext", cache_dir=None)
+    # It raises a CycleError that names the files.
+    order = TopologicalSorter({file: graph.find_modules_directly_imported_by(file) for file in graph.modules})
+    assert len(list(order.static_order())) == len(graph.modules)

@@ -472,7 +472,7 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(life, tmp_path, mon
     states = iter([state_of, lambda manager: {"row": {"created": object()}}])
 
     def save(self, path):
-        write_snapshot(Path(path), next(states)(self.manager))
+        write_snapshot(path, next(states)(self.manager))
 
     monkeypatch.setattr(Rollout, "save", save)
     with pytest.raises(RuntimeError, match=r"row.created: builtins.object cannot be saved") as caught:

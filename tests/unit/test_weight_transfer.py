@@ -126,9 +126,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     settings = SimpleNamespace(
         separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s), enable=pr
     )
-    recorder = Recorder(settings, versions, control, None)
-
-    ended = [0]
+    recorder, ended = Recorder(settings, versions, control, None), []
 
     def end_step(step):
         ended.append(ended[-1] if step is None else step)
