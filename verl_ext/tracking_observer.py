@@ -1,14 +1,16 @@
-"""Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
+"""Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step, and finish what it logs to.
 
 verl's ``fit`` makes its ``Tracking`` itself and offers no hook for metrics of a custom rollout. Within
 ``observed_tracking`` that class shows every log to an observer first. verl's file logger empties the file that it opens, so
-a resumed run would lose its history; there it appends. It may go when ``fit`` takes its ``Tracking`` or an observer, and
-the file logger appends.
+a resumed run would lose its history; there it appends. verl leaves the end of a run to a destructor, which calls every run
+finished and may come in any thread; here the run ends with the context, as failed if the training failed. It may go when
+``fit`` takes its ``Tracking`` or an observer, finishes it, and the file logger appends.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,14 +36,16 @@ def observed_tracking(
 
     ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
     configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
-    logger appends to ``file``; None: to what verl's variable names.
+    logger appends to ``file``; None: to what verl's variable names. At the end every ``Tracking`` is finished.
     """
     require("verl", VERL, "tracking_observer")
     verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
+    trackers: list[Any] = []
 
     def make(
         self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
     ) -> None:
+        trackers.append(self)
         backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         if table is None or SWANLAB not in backends:
             made(self, project_name, experiment_name, backends, config)
@@ -65,4 +69,27 @@ def observed_tracking(
 
     appended = replaced(tracking, "FileLogger", AppendedFile)
     with replaced(verls, "__init__", make), replaced(verls, "log", log), appended:
-        yield
+        try:
+            yield
+        except BaseException as error:
+            for each in trackers:
+                finish(each, error)
+            raise
+        for each in trackers:
+            finish(each)
+
+
+def finish(tracker: Any, error: BaseException | None = None) -> None:
+    """Finish the run in every backend of verl's ``tracker``: as failed by ``error``, or stopped if that has an exit code.
+
+    A backend that cannot be finished is named: the training is over, whatever it says.
+    """
+    backends, stopped = getattr(tracker, "logger", {}), getattr(error, "exit_code", None)
+    try:
+        if error is not None and SWANLAB in backends:
+            # verl tells SwanLab nothing of a failure.
+            state = "crashed" if stopped is None else "aborted"
+            backends.pop(SWANLAB).finish(state=state, error=f"{type(error).__name__}: {error}")
+        tracker.finish(exit_code=0 if error is None else stopped or 1)
+    except Exception as failure:
+        print(f"a tracker was not finished: {type(failure).__name__}: {failure}", file=sys.stderr)

@@ -74,16 +74,16 @@ def live(tmp_path, resolved_config, monkeypatch, request):
             import verl.utils.tracking as tracking
 
             log = tracking.Tracking("project", "scripted", ["file"])
-        for step in range(session.checkpoints.resumed_step + 1, until + 1):
-            weights = f"{weights or ''}{who}"
-            group = group_of(step, 2)
-            phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
-            session.log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
-            session.complete_step(step)
-            if step % 2 == 0:
-                save(session, weights)
-            figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
-            log.log({"training/global_step": step, **figures}, step)
+            for step in range(session.checkpoints.resumed_step + 1, until + 1):
+                weights = f"{weights or ''}{who}"
+                group = group_of(step, 2)
+                phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
+                session.log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
+                session.complete_step(step)
+                if step % 2 == 0:
+                    save(session, weights)
+                figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
+                log.log({"training/global_step": step, **figures}, step)
         if until == STEPS:
             session.complete()
         return session

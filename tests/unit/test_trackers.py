@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ def no_account(monkeypatch, tmp_path):
     """A user without a key, in a process whose environment says nothing of SwanLab."""
     named = {name for name in os.environ if name.startswith(("SWANLAB_", "WANDB_"))}
     ours = {f"{tracker}_{what}" for tracker in ("SWANLAB", "WANDB") for what in ("RUN_ID", "RESUME")}
-    for name in named | ours | {"SWANLAB_MODE", "SWANLAB_EXP_COLOR"}:
+    for name in named | ours | {"SWANLAB_MODE"}:
         # What the code sets is taken back at the test's end.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -64,13 +65,16 @@ def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
     assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
 
 
-def test_each_run_of_a_multirun_has_an_id_and_a_colour_of_its_own(resolved_config, monkeypatch):
+def test_each_run_of_a_multirun_has_an_id_of_its_own(resolved_config, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     seen = []
     for branch, enable in (("a1", True), ("b2", False)):
         open_run(resolved_config("quickstart_cpu", f"partial_rollout.enable={enable}"), branch)
-        seen.append([os.environ[f"SWANLAB_{name}"] for name in ("RUN_ID", "EXP_COLOR")])
-    assert [id for id, _ in seen] == ["a1", "b2"] and seen[0][1] != seen[1][1]
+        seen.append(os.environ["SWANLAB_RUN_ID"])
+    assert seen == ["a1", "b2"]
+    # A validation alone has no id, and does not go into the run before it.
+    open_run(resolved_config("quickstart_cpu"), None)
+    assert not {"SWANLAB_RUN_ID", "SWANLAB_RESUME", "WANDB_RESUME"} & os.environ.keys()
     assert os.environ["WANDB_RUN_ID"] == "mine"
 
 
@@ -113,3 +117,38 @@ def test_local_board_leaves_out_what_is_not_finite_says_so_once_and_has_the_last
     newest = max((tmp_path / "board").glob("run-*"))
     lines = [json.loads(line) for file in newest.glob("logs/*/*.log") for line in file.read_text().splitlines()]
     assert sorted((line["index"], line["data"]) for line in lines) == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]
+
+
+ENDS = """
+import os, sys
+os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1]}
+from recipe.partial_rollout.rollout.stop import StopTraining
+from verl_ext import swanlab_board
+from verl_ext.tracking_observer import observed_tracking
+swanlab_board.install()
+endings = {"ends": None, "fails": RuntimeError("no memory"), "stopped": StopTraining(2), "killed": KeyboardInterrupt()}
+for name, ending in endings.items():
+    try:
+        with observed_tracking(lambda data, step: data, table={"arm": name}):
+            from verl.utils.tracking import Tracking
+            kept = Tracking("project", name, ["swanlab"], {})
+            kept.log({"actor/loss": 1.0}, 1)
+            if ending:
+                raise ending
+    except BaseException as error:
+        assert error is ending
+"""
+"""trainings of one process, as of a multirun, each with a run of its own on the board"""
+
+
+def test_board_shows_a_training_that_failed_or_was_stopped_as_such_and_only_a_whole_one_as_finished(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "board")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with sqlite3.connect(tmp_path / "board" / "runs.swanlab") as board:
+        shown = dict(board.execute("select name, status from experiment"))
+    assert shown == {"ends": 1, "fails": -1, "stopped": -1, "killed": -1}
+    (error,) = [
+        path.read_text() for path in (tmp_path / "board").glob("run-*/**/error.log") if "memory" in path.read_text()
+    ]
+    assert "RuntimeError: no memory" in error

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -28,10 +27,6 @@ MODE = "SWANLAB_MODE"
 CLOUD, LOCAL = ("cloud", "online"), "local"
 LONGEST = 100
 """characters of a value in SwanLab's table of configurations"""
-
-_NOPR_COLOUR = "#D55E00"
-_PR_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#7B4FA3")
-"""told apart by every common kind of colour vision, and dark enough on white"""
 
 _SHOWN = (
     "actor_rollout_ref.model.path",
@@ -59,9 +54,12 @@ _SET: dict[str, str] = {}
 """variables that this process has set"""
 
 
-def set_variable(name: str, value: str) -> None:
-    """Set a variable of the environment, unless the user has; the next run of a multirun sets its own."""
-    if os.environ.get(name) in (None, _SET.get(name)):
+def set_variable(name: str, value: str | None) -> None:
+    """Set a variable of the environment, or unset it, unless the user has set it; each run of a multirun sets its own."""
+    if os.environ.get(name) not in (None, _SET.get(name)):
+        return
+    os.environ.pop(name, None)
+    if value is not None:
         os.environ[name] = _SET[name] = value
 
 
@@ -94,21 +92,17 @@ def open_run(config: DictConfig, run: str | None) -> dict[str, Any] | None:
 
     SwanLab and wandb get the id, so a resumed run continues its curves. A run that went back to an earlier step has another
     id, because trackers drop what is logged again for a step that they have. What the user has set stays:
-    ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``, ``SWANLAB_EXP_COLOR``.
+    ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``.
 
     Args:
         run: None: they draw one.
     """
-    trainer = config.trainer
-    if run is not None:
-        for tracker in ("SWANLAB", "WANDB"):
-            set_variable(f"{tracker}_RUN_ID", run)
-            set_variable(f"{tracker}_RESUME", "allow")
-    if SWANLAB not in trainer.logger:
+    for tracker in ("SWANLAB", "WANDB"):
+        set_variable(f"{tracker}_RUN_ID", run)
+        set_variable(f"{tracker}_RESUME", run and "allow")
+    if SWANLAB not in config.trainer.logger:
         return None
     swanlab_board.install()
-    colour = _PR_COLOURS[crc32(str(trainer.experiment_name).encode()) % len(_PR_COLOURS)]
-    set_variable("SWANLAB_EXP_COLOR", colour if config[ROOT].enable else _NOPR_COLOUR)
     return config_table(config)
 
 
