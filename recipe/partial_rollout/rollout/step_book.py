@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup, VersionStart
+from recipe.partial_rollout.manager.types import (
+    FilteredGroup,
+    RolloutFailedError,
+    SampleOutput,
+    StepAccount,
+    TakenGroup,
+    VersionStart,
+)
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, length_sigmas, spread
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
 
@@ -107,8 +114,13 @@ def booked(
         **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
         "overlap": batch.start.carried_groups / settings.batch_groups,
         "failures/replicas_restarted_total": session.control.restarted,
-        **({} if settings.group_filter is None else {"filter/groups": len(account.filtered)}),
+        **({} if settings.group_filter is None else filter_metrics(account.filtered)),
     }
+
+
+def filter_metrics(filtered: Sequence[FilteredGroup]) -> dict[str, float]:
+    """Groups that dynamic sampling has discarded since the step before, and those of them whose scores differ."""
+    return {"filter/groups": len(filtered), "filter/scores_differ": sum(group.scores_differ for group in filtered)}
 
 
 def noted(session: RunSession, round_: Round, *, goes_on: bool = False) -> dict[str, float]:
