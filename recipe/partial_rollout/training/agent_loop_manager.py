@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -72,6 +72,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
     session: RunSession
+    on_batch: Callable[[DataProto, int], None] = staticmethod(lambda batch, step: None)
+    """called with each batch for training and its step"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
@@ -100,6 +102,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         showing = watch_round(self.session, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         spread_infos(output, validate=False)
+        self.on_batch(output, step)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
         self.session.figures.update(self._note(phase, prompts, output))
         self.session.figures.update(await self.session.engine_metrics())
@@ -197,10 +200,12 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         if prompts.meta_info.get("validate", False):
             output = await super().generate_sequences(prompts)
             return output
-        groups = await self.session.driver.next_batch(int(prompts.meta_info["global_steps"]))
+        step = int(prompts.meta_info["global_steps"])
+        groups = await self.session.driver.next_batch(step)
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
+        self.on_batch(batch, step)
         outputs = [output for group in groups for output in group.outputs]
         metrics = [AgentLoopMetrics.model_validate(output.metrics).model_dump() for output in outputs]
         batch.meta_info["timing"] = self._performance_metrics([metrics], batch)

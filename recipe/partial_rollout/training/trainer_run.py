@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
-from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.step_log import StepLog, last_lines
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
@@ -109,6 +110,7 @@ class TrainerRun(_VerlsTrainer):
         name = self.config.trainer.experiment_name
         self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
         rollout.connect(self.session, self.tokenizer.pad_token_id)
+        rollout.on_batch = partial(self.step_log.show, tokenizer=self.tokenizer)
         self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, self.session)
 
     def send_loss(self) -> None:
@@ -149,6 +151,7 @@ class TrainerRun(_VerlsTrainer):
                 self._save_where_data_ended()
             session.end()
         session.complete()
+        print(last_lines(self.config, session.completed_step))
 
     def _only_validate(self, loop: Callable[[], object]) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
@@ -194,10 +197,7 @@ class TrainerRun(_VerlsTrainer):
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
         step, every = self.session.completed_step, self.config.trainer.save_freq
-        print(
-            f"the data ends after step {step} of {self.session.steps.last}: dynamic sampling has consumed it "
-            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
-        )
+        print(self.step_log.data_ended(step))
         if every > 0 and step % every and step > self.session.checkpoints.resumed_step:
             self.global_steps = step
             self._save_checkpoint()
