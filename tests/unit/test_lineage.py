@@ -289,6 +289,28 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
     assert survives > 1
 
 
+def test_start_says_which_steps_it_trains_again_and_what_it_supersedes_only_if_there_is_any(live, tmp_path, capsys):
+    def said(who, until, **how):
+        capsys.readouterr()
+        live(who, until=until, **how)
+        printed = capsys.readouterr().out
+        return [line for line in printed.splitlines() if "again" in line], "supersedes" in printed
+
+    assert said("a", 1) == ([], False)
+    # Killed before its first checkpoint.
+    assert said("b", 3) == (["step 1 is trained again: the run starts from scratch"], True)
+    # Killed after that of step 2, and that of step 4.
+    assert said("c", 4) == (["step 3 is trained again: the run resumes from step 2"], False)
+    assert said("d", 6) == ([], False)
+    going_back = {"mode": "resume_path", "path": tmp_path / "run" / "global_step_4"}
+    assert said("e", 5, **going_back) == (["steps 5 to 6 are trained again: the run resumes from step 4"], True)
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    for name in ("config.yaml", "error.log", "metrics.jsonl"):
+        (failed / name).write_text("")
+    assert said("f", 1, directory=failed) == ([], False), "it failed before it trained"
+
+
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):
     live("a", until=STEPS)
     session = live("b", until=STEPS)

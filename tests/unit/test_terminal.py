@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from math import inf, nan
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,7 @@ def log_of(monkeypatch, directory="", *, enable=True, group_filter=None):
     return StepLog(OmegaConf.create({"trainer": trainer}), settings, total_steps=20), printed
 
 
+ROOT = Path(__file__).parents[2]
 VALIDATED = {"val-core/math/acc/mean@4": 0.25, "val-core/math/acc/best@4/mean": 0.5, "val-core/aime/acc/mean@4": 0.125}
 HELD_OUT = " | validation math/acc/mean@4 0.250  aime/acc/mean@4 0.125"
 
@@ -118,6 +120,16 @@ def test_line_of_a_step_has_its_validation(monkeypatch):
     log.extend({"training/global_step": 2}, 2)
     assert lines[0] == f"step   0{HELD_OUT}" and lines[1].startswith("step   1/20 | reward")
     assert lines[1].endswith(HELD_OUT) and "validation" not in lines[2]
+
+
+def test_line_in_the_docs_is_one_that_a_step_has(monkeypatch):
+    log, lines = log_of(monkeypatch)
+    log._total = 36
+    ours = {"rollout/tokens_per_s": 1310, "staleness/mean": 1.42, "staleness/max": 4, "buffer/carried_groups": 6}
+    data = {"training/global_step": 7, "critic/score/mean": 0.412, "response_length/mean": 178.0, "timing_s/step": 9.3}
+    data |= {"timing_s/gen": 5.1, "val-core/clock10/acc/mean@4": 0.512}
+    log.extend(data | {f"partial_rollout/{name}": value for name, value in ours.items()}, 7)
+    assert lines[0] in (ROOT / "docs/working.md").read_text().splitlines()
 
 
 def filtered(step, groups, total, differ=0):
