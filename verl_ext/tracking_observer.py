@@ -22,38 +22,23 @@ from verl_ext.guard import VERL, replaced, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
 After = Callable[[dict[str, Any], int], None]
-SWANLAB = "swanlab"
+_SWANLAB = "swanlab"
 
 
 @contextmanager
-def observed_tracking(
-    observer: Observer,
-    after: After | None = None,
-    table: dict[str, Any] | None = None,
-    file: Path | None = None,
-) -> Iterator[None]:
+def observed_tracking(observer: Observer, after: After | None = None, file: Path | None = None) -> Iterator[None]:
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
-    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. ``table`` is the
-    configuration that SwanLab shows, a column a key, in place of verl's nested one; the other backends get verl's. The file
-    logger appends to ``file``; None: to what verl's variable names. At the end every ``Tracking`` is finished.
+    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. The file logger
+    appends to ``file``; None: to what verl's variable names. At the end every ``Tracking`` is finished.
     """
     require("verl", VERL, "tracking_observer")
     verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
     trackers: list[Any] = []
 
-    def make(
-        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
-    ) -> None:
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
         trackers.append(self)
-        backends = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        if table is None or SWANLAB not in backends:
-            made(self, project_name, experiment_name, backends, config)
-            return
-        made(self, project_name, experiment_name, [SWANLAB], table)
-        board = self.logger
-        made(self, project_name, experiment_name, [each for each in backends if each != SWANLAB], config)
-        self.logger |= board
+        made(self, *args, **kwargs)
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
         data = observer(data, step)
@@ -86,10 +71,10 @@ def finish(tracker: Any, error: BaseException | None = None) -> None:
     """
     backends, stopped = getattr(tracker, "logger", {}), getattr(error, "exit_code", None)
     try:
-        if error is not None and SWANLAB in backends:
+        if error is not None and _SWANLAB in backends:
             # verl tells SwanLab nothing of a failure.
             state = "crashed" if stopped is None else "aborted"
-            backends.pop(SWANLAB).finish(state=state, error=f"{type(error).__name__}: {error}")
+            backends.pop(_SWANLAB).finish(state=state, error=f"{type(error).__name__}: {error}")
         tracker.finish(exit_code=0 if error is None else stopped or 1)
     except Exception as failure:
         print(f"a tracker was not finished: {type(failure).__name__}: {failure}", file=sys.stderr)

@@ -103,7 +103,7 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     found = preflight.checked(config)
     # verl's engine, which they import, is not there where vLLM does not fit.
     from recipe.partial_rollout.preflight.inputs import fetch_model
-    from recipe.partial_rollout.rollout.session import CONFIG, RunSession
+    from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import set_variable
 
@@ -112,15 +112,15 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
     fetch_model(config)
     wire(config)
-    session = RunSession(found.settings, found.checkpoints, trains=not config.trainer.get("val_only"))
-    set_variable("SWANLAB_LOG_DIR", str(session.run_dir.parent / "swanlog"))
+    files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
+    set_variable("SWANLAB_LOG_DIR", str(files.directory.parent / "swanlog"))
     show_warnings()
-    if session.trains:
-        held.enter_context(locked(session.run_dir))
-    session.begin()
-    if session.trains:
-        OmegaConf.save(config, session.run_dir / CONFIG, resolve=True)
-    return TaskRunner(config, session, found)
+    if files.trains:
+        held.enter_context(locked(files.directory))
+    files.begin()
+    if files.trains:
+        OmegaConf.save(config, files.directory / CONFIG, resolve=True)
+    return TaskRunner(config, files, found)
 
 
 class _AboveProgressBar(logging.Handler):
@@ -129,8 +129,10 @@ class _AboveProgressBar(logging.Handler):
 
 
 def spare_caches() -> None:
-    """Where home or cache cannot be written, have the libraries of this process and its children write to a temporary
-    directory: a cache ends no run. What the home holds is still read: models of the hub, SwanLab's key, Ray's token.
+    """Point caches at a temporary directory where home or cache cannot be written: a cache must not end a run.
+
+    It holds for the libraries of this process and its children. They still read what the home holds: models of the hub,
+    SwanLab's key, Ray's token.
     """
     # Without a home it stays as it is.
     home = Path(os.path.expanduser("~"))

@@ -17,7 +17,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight import Checked
 from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options, sizes_of
-from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 
@@ -43,12 +43,14 @@ class TaskRunner(BaseTaskRunner):
     """Makes the workers and trains, with what the checks have loaded.
 
     Args:
-        session: the run, of ``config``.
+        files: of the run, of ``config``.
     """
 
-    def __init__(self, config: DictConfig, session: RunSession, checked: Checked) -> None:
+    def __init__(self, config: DictConfig, files: RunFiles, checked: Checked) -> None:
         super().__init__()
-        self.config, self.session, self.checked = config, session, checked
+        self.config, self.checked = config, checked
+        self.ours: dict[str, Any] = {"settings": checked.settings, "files": files}
+        """arguments of ``TrainerRun``"""
 
     def train(self) -> None:
         """Start Ray, make the workers, train to the last step, end Ray.
@@ -85,13 +87,13 @@ class TaskRunner(BaseTaskRunner):
             collate_fn=collate_fn,
             train_sampler=create_rl_sampler(config.data, train),
             device_name=config.trainer.device,
-            session=self.session,
+            **self.ours,
         )
         trainer.init_workers()
         trainer.fit()
 
     def _train_v1(self) -> None:
-        """As verl's ``TaskRunnerV1``, in this process."""
+        """Train with verl's v1 trainer, as its ``TaskRunnerV1`` does, but in this process."""
         import transfer_queue as tq
 
         from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
@@ -102,7 +104,7 @@ class TaskRunner(BaseTaskRunner):
             raise fail("trainer.use_v1", True, "False: another run of this Ray cluster has its TransferQueue")
         tq.init(config.transfer_queue)
         try:
-            trainer: Any = PartialRolloutPPOTrainer(config, session=self.session)  # pyright: ignore[reportAbstractUsage]
+            trainer: Any = PartialRolloutPPOTrainer(config, **self.ours)  # pyright: ignore[reportAbstractUsage]
             trainer.init()
             manager_class: Any = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class)
             manager = manager_class.create(

@@ -32,4 +32,4 @@ class RegisteredTrainer(PartialRolloutPPOTrainer):
         # Held until this process ends.
         self._held = ExitStack()
         runner = main_ppo.begin(config, self._held)
-        super().__init__(config, session=runner.session)
+        super().__init__(config, **runner.ours)

@@ -22,15 +22,15 @@ _ACTOR = re.compile(r"^\s*class_name: (?:\S*\.)?(?P<name>\w+)$.*?^\s*pid: (?P<pi
 def one_line(error: BaseException | None) -> str:
     """Type and last line of ``error``; Ray puts a remote traceback before that line. A dead actor is named.
 
-    Of a group it is the first error in it. The error may be any user's: it may not be able to say what it is.
+    An exception group is described by its first error. The error may be a user's, whose ``__str__`` may itself raise.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    said = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
-    said = said.encode(errors="replace").decode()
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    text = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
+    text = text.encode(errors="replace").decode()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     message = lines[-1] if lines else "(no message)"
-    if isinstance(error, RayActorError) and (found := _ACTOR.search(said)):
+    if isinstance(error, RayActorError) and (found := _ACTOR.search(text)):
         message = f"{found['name']} (pid {found['pid']}): {message}"
     return f"{type(error).__name__}: {message}"
 
@@ -134,7 +134,7 @@ async def answer_of(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 class NoAnswerError(TimeoutError):
-    """What was awaited did not come in time."""
+    """A wait passed its deadline."""
 
 
 async def result_of(ref: Awaitable[T]) -> T:

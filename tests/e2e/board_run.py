@@ -74,7 +74,8 @@ def main(arm, directory, first, last, branch):
         }
     )
     log, rng = StepLog(config, SimpleNamespace(enable=partial), last), np.random.default_rng(first)
-    with observed_tracking(lambda data, step: overview(data, partial=partial) | data, table=open_run(config, branch)):
+    open_run(config.trainer.logger, branch)
+    with observed_tracking(lambda data, step: overview(data, partial=partial) | data):
         from verl.utils.tracking import Tracking
 
         tracking = Tracking("made_up", arm, ["swanlab"], OmegaConf.to_container(config))

@@ -100,15 +100,11 @@ def test_the_board_opens_on_the_figures_with_both_arms_in_each_from_the_first_st
 
 
 @pytest.mark.skipif("BOARD" in os.environ, reason="a given board need not have a resumed run, and may be older")
-def test_a_resumed_run_is_one_run_with_a_flat_table_and_pictures_every_few_steps(page):
+def test_a_resumed_run_is_one_run_with_pictures_every_few_steps(page):
     runs = {run["name"]: run for run in answer(page, "project")["experiments"]}
     assert set(runs) == {"PR", "noPR"}
     # Its repeated steps count once.
     assert [row["index"] for row in shown(page, runs["PR"], f"{SECTION}/step_s")] == list(range(1, 25))
-    for name, run in runs.items():
-        table = {key: entry["value"] for key, entry in run["config"].items()}
-        assert table["arm"] == name and table["verl"] == "0.9.1" and len(table["commit"]) >= 12
-        assert all(len(str(value)) <= 100 for value in table.values())
     assert answer(page, "project/summaries")["summaries"]["PR"]["partial_rollout/staleness/max"] == 3
     charts = answer(page, "project/charts")["charts"]
     pictures = {chart["name"]: chart["type"] for chart in charts if chart["name"].startswith(PICTURES)}

@@ -1,4 +1,4 @@
-"""A training without verl and without engines: a real session, driver, manager and workers over scripted replicas."""
+"""A training without verl and without engines: real files, driver, manager and workers over scripted replicas."""
 
 import asyncio
 import sys
@@ -13,10 +13,14 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.settings import Deadlines, PartialRolloutConfig, Placement
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
+from recipe.partial_rollout.records.run_log import Checkpoint, Ended
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
+from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from recipe.partial_rollout.waits import finished
 from tests.bench.scripted_engine import ScriptedWorker
@@ -108,26 +112,37 @@ class ScriptedTraining:
             samples_per_group=N,
             deadlines=Deadlines(stall_s=60, interrupt_s=30),
         )
-        self.session = session = RunSession(settings, RunCheckpoints(run_dir))
-        session.begin()
+        self.settings, self.files = settings, RunFiles(RunCheckpoints(run_dir))
+        self.files.begin()
         loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
-        session.offer(loader, TrainingSteps(steps, 1, steps))
+        training = TrainingSteps(steps, 1, steps)
+        source = PromptSource(loader, total=training.offered(settings) * BATCH)
         control = Control(lambda: self.guard)
-        slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
-        session.open(control, slots, [], "scripted")
+        slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64, replicas=WORKERS)
+        facts = run_settings(
+            settings, training, slots, replicas=WORKERS, resumed=self.resumed_step, experiment="scripted", trainer=""
+        )
+        self.recorder = Recorder(settings, self.files.open_log(facts, ()), control, slots)
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         self.manager = manager.remote(settings, store)
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
-        self.guard = Guard(session, self.manager, self.workers, None)
-        self.driver = Driver(session, self.manager, store, self.guard)
-        session.driver = self.driver
+        self.guard = Guard(settings, self.manager, self.workers, None, control, slots, [], StopSignals.of_process())
+        self.driver = Driver(settings, training, source, control, self.recorder, self.manager, store, self.guard)
         finished(self.guard.start())
-        if session.checkpoints.chosen is not None:
-            session.load()
+        if self.files.checkpoints.chosen is not None:
+            finished(self.driver.load(self.files.checkpoints))
+
+    @property
+    def resumed_step(self):
+        return self.files.checkpoints.resumed_step
+
+    @property
+    def exhausted(self):
+        return self.settings.group_filter is not None and self.driver.exhausted
 
     def begin(self):
-        self.sync(self.session.checkpoints.resumed_step)
+        self.sync(self.resumed_step)
 
     def sync(self, version):
         async def load():
@@ -139,27 +154,31 @@ class ScriptedTraining:
     def step(self, step):
         groups = finished(self.driver.next_batch(step))
         assert len(groups) == BATCH
-        self.session.complete_step(step)
-        figures = dict(self.session.figures)
-        self.session.figures.clear()
+        finished(self.driver.finish_step())
+        self.files.completed_step = step
+        metrics = dict(self.recorder.metrics)
+        self.recorder.metrics.clear()
         self.sync(step)
-        return figures
+        return metrics
 
     def save(self):
-        model = self.session.checkpoints.step_dir(self.session.completed_step) / "actor"
-        self.session.save(lambda: (model.mkdir(), (model / "model.pt").touch()))
+        checkpoints, step = self.files.checkpoints, self.files.completed_step
+        model = checkpoints.step_dir(step) / "actor"
+        checkpoints.save(step, self.driver.in_flight(), lambda: (model.mkdir(), (model / "model.pt").touch()))
+        self.recorder.log.add(Checkpoint(step), sync=True)
 
     def train(self, until):
         """The steps from the resumed one to ``until``, each with a checkpoint."""
         self.begin()
-        for step in range(self.session.checkpoints.resumed_step + 1, until + 1):
+        for step in range(self.resumed_step + 1, until + 1):
             self.step(step)
             self.save()
 
     def end(self):
         """The training is over."""
-        self.session.end()
-        self.session.complete()
+        finished(self.driver.end())
+        step = self.files.completed_step
+        self.recorder.log.add(Ended(step, complete=True, exhausted=self.exhausted), sync=True)
         self.kill()
 
     def kill(self):

@@ -61,14 +61,10 @@ def guarded(monkeypatch):
     async def no_load():
         return {}
 
-    session = SimpleNamespace(
-        settings=SimpleNamespace(deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=2)),
-        stop=stop,
-        trainers=[],
-        slots_of_a_worker=lambda workers: 1,
-        control=SimpleNamespace(load=no_load, servers={}),
-    )
-    guard = Guard(session, manager, workers, spawn)
+    settings = SimpleNamespace(deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=2))
+    control = SimpleNamespace(load=no_load, servers={})
+    slots = SimpleNamespace(of_a_worker=lambda workers: 1)
+    guard = Guard(settings, manager, workers, spawn, control, slots, [], stop)
     asyncio.run(guard.start())
     yield workers, guard
     for actor in [*workers, manager]:

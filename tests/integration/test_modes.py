@@ -38,7 +38,7 @@ def play(run_dir, *overrides):
     training.begin()
     figures = {}
     for step in range(1, STEPS + 1):
-        if not training.session.exhausted:
+        if not training.exhausted:
             figures = training.step(step)
     training.end()
     rounds = [event for event in read_log(run_dir, []) if isinstance(event, Round)]

@@ -24,7 +24,7 @@ def test_every_prompt_is_trained_once_through_a_crash_and_a_change_of_placement(
     crashed.kill()
 
     resumed = ScriptedTraining(tmp_path, then, STEPS)
-    assert resumed.session.checkpoints.resumed_step == 3
+    assert resumed.resumed_step == 3
     resumed.train(STEPS)
     resumed.end()
     found, _ = audit(tmp_path)
@@ -48,6 +48,6 @@ def test_run_that_a_users_bug_ends_says_once_in_which_line_of_their_file_it_is(r
     training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)
     with pytest.raises(RuntimeError, match="RuntimeError: the loop failed") as failed:
         training.train(1)
-    training.session.explain(failed.value)
+    finished(training.driver.explain(failed.value))
     training.kill()
     assert "".join(traceback.format_exception(failed.value)).count('my_loop.py", line 3') == 1

@@ -8,7 +8,6 @@ import pytest
 
 STARTING = """
 import sys, time
-from types import SimpleNamespace
 import ray
 from omegaconf import OmegaConf
 from recipe.partial_rollout import main_ppo, task_runner
@@ -18,7 +17,6 @@ task_runner.check_cluster = lambda *_: None
 class Runner(task_runner.TaskRunner):
     def __init__(self, config):
         self.config = config
-        self.session = SimpleNamespace(nodes=SimpleNamespace(outlive=lambda: None))
 
     def _train(self):
         ray.get(ray.remote(lambda: print("waiting", flush=True) or time.sleep(600)).remote())

@@ -190,7 +190,7 @@ class WarmTrainer(PartialRolloutRayPPOTrainer):
     def fit(self) -> None:
         """As the recipe's; then its agent-loop workers and manager end."""
         super().fit()
-        managers = [self.session.driver._manager] if self.settings.enable else []
+        managers = [] if self.driver is None else [self.driver._manager]
         rollout: Any = self.async_rollout_manager
         for actor in (*rollout.agent_loop_workers, *managers):
             ray.kill(actor)

@@ -19,6 +19,7 @@ from verl.trainer.ppo import core_algos, ray_trainer
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
 from recipe.partial_rollout.records.run_log import RolloutPhase
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.training.agent_loop_manager import (
     ObservedAgentLoopManager,
     PartialRolloutAgentLoopManager,
@@ -171,8 +172,7 @@ async def test_batch_has_verls_timings_of_its_samples(output):
     manager = object.__new__(PartialRolloutAgentLoopManager)
     rollout = SimpleNamespace(n=2, prompt_length=6, response_length=8)
     manager.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    manager.session = SimpleNamespace(driver=SimpleNamespace(next_batch=AsyncMock(return_value=taken)))
-    manager._pad_id = 0
+    manager.drive(SimpleNamespace(next_batch=AsyncMock(return_value=taken)), 0)
     slots = DataProto.from_dict({}, non_tensors={"uid": np.array(list("aabb"), object)}, meta_info={"global_steps": 1})
     timing = (await manager.generate_sequences(slots)).meta_info["timing"]
     assert timing["agent_loop/tool_calls/max"] == 1 and timing["agent_loop/slowest/response_length"] == 3
@@ -185,13 +185,10 @@ def test_round_of_nopr_is_noted_whatever_columns_the_users_dataset_has(columns):
     named = {key: np.array([value, None], dtype=object)[[0, 0]] for key, value in columns.items()}
     tensors = {key: torch.ones(2, 4, dtype=torch.long) for key in ("attention_mask", "prompts", "response_mask")}
     batch = DataProto.from_dict(tensors, non_tensors=named, meta_info={"global_steps": 1})
-    manager, rounds = object.__new__(ObservedAgentLoopManager), []
-    log, steps = SimpleNamespace(round=rounds.append), SimpleNamespace(per_epoch=1)
-    manager.session = SimpleNamespace(
-        settings=settings_of(batch=2), steps=steps, log=log, full_concurrency=2, device_metrics=lambda phase: {}
-    )
-    manager._note(RolloutPhase(0.0, 1.0, ()), batch, batch)
-    assert len(rounds) == 1 and len({group.prompt for group in rounds[0].trained}) == 1
+    manager = object.__new__(ObservedAgentLoopManager)
+    manager.connect(SimpleNamespace(settings=settings_of(batch=2)), TrainingSteps(1, 1, 1), None)
+    round_ = manager._round(RolloutPhase(0.0, 1.0, ()), batch, batch)
+    assert len({group.prompt for group in round_.trained}) == 1
 
 
 # -- rows that do not train --------------------------------------------------------------------------------------------

@@ -257,6 +257,12 @@ def test_batch_needs_as_many_prompts(trainable):
         preflight.checked(trainable("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"))
 
 
+def test_warm_up_that_outlasts_the_training_is_refused_before_ray(trainable):
+    key = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+    with pytest.raises(ConfigError, match=rf"{key}=1000: below \d+: the warm-up would outlast"):
+        preflight.checked(trainable(f"{key}=1000"))
+
+
 def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):
     assert check_run(trainable()) == 0
     lines = capsys.readouterr().out

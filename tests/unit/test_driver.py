@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -16,7 +15,8 @@ from recipe.partial_rollout.records.run_log import EngineCall, Phase
 from recipe.partial_rollout.rollout import driver
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from tests.bench.scripted_engine import ScriptedWorker
@@ -29,8 +29,10 @@ both = pytest.mark.parametrize("placement", list(Placement))
 class Calm(Guard):
     """A guard of one worker, in which nobody dies."""
 
-    def __init__(self, session, manager, worker):
-        super().__init__(session, manager, [worker], None)
+    def __init__(self, settings, manager, worker, control, stop):
+        # Its slots stay as they are.
+        slots = MagicMock(**{"update.return_value": False})
+        super().__init__(settings, manager, [worker], None, control, slots, [], stop)
         self.worker, self.calls = worker, []
 
     async def open_round(self):
@@ -45,6 +47,21 @@ class Calm(Guard):
         if verb == "flush":
             return [await self.worker.flush()]
         return [self.calls] if verb == "take_calls" else []
+
+
+class Records(Recorder):
+    """Keeps the batches that are recorded."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.batches = []
+
+    def batch(self, batch, account, calls):
+        self.batches.append((batch, account, calls))
+        self.metrics["length/bias"] = 1.0
+
+    async def engines(self):
+        pass
 
 
 class Source:
@@ -74,7 +91,6 @@ class Life:
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
         self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
         self.control = AsyncMock(**{"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt})
-        self.book = MagicMock(return_value={"length/bias": 1.0})
         settings = SimpleNamespace(
             deadlines=Deadlines(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0),
             batch_groups=1,
@@ -82,23 +98,12 @@ class Life:
             separate=self.separate,
             failures=SimpleNamespace(max_masked_fraction=0.0),
         )
-        self.session = session = SimpleNamespace(
-            settings=settings,
-            control=self.control,
-            log=self.log,
-            source=self.source,
-            stop=self.stop,
-            trainers=[],
-            steps=SimpleNamespace(last=last_step),
-            engine_metrics=AsyncMock(return_value={}),
-            device_metrics=lambda phase: {},
-            figures={},
-            slots=MagicMock(**{"reckon.return_value": False}),
+        self.recorder = Records(settings, self.log, self.control, None)
+        manager, steps = Local(self.manager), TrainingSteps(last_step, 1, last_step)
+        self.guard = Calm(settings, manager, self.worker, self.control, self.stop)
+        self.driver = Driver(
+            settings, steps, self.source, self.control, self.recorder, manager, InProcess(), self.guard
         )
-        session.note_phase = partial(RunSession.note_phase, session)
-        manager = Local(self.manager)
-        self.guard = Calm(session, manager, self.worker)
-        self.driver = Driver(session, manager, InProcess(), self.guard)
 
     async def start(self):
         self.worker.connect("w0", Local(self.manager), 4, {})
@@ -131,9 +136,9 @@ class Life:
         return len(self.worker._scripted[0])
 
     @property
-    def booked(self):
+    def recorded(self):
         """Batches of the steps that were finished."""
-        return [batch for (_, batch, *_), _ in self.book.call_args_list]
+        return [batch for batch, *_ in self.recorder.batches]
 
     @property
     def phases(self):
@@ -145,14 +150,12 @@ class Life:
 async def life(*lengths, placement=Placement.SEPARATE, last_step=STEPS):
     """A life over prompts of ``lengths``."""
     one = Life(lengths, placement, last_step)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "booked", one.book)
-        try:
-            await one.start()
-            yield one
-        finally:
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
+    try:
+        await one.start()
+        yield one
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
 
 @both
@@ -166,9 +169,9 @@ async def test_next_batch_a_checkpoint_and_a_weight_sync_wait_for_the_update(pla
         await driver.finish_step()
         with pytest.raises(RuntimeError, match="the trainer has no batch: there is nothing to finish"):
             await driver.finish_step()
-        figures = one.session.figures
-        assert figures.pop("timing/hold_s", 0) >= 0
-        assert figures == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
+        metrics = one.recorder.metrics
+        assert metrics.pop("timing/hold_s", 0) >= 0
+        assert metrics == {"length/bias": 1.0, "failures/workers_restarted_total": 0}
 
 
 @both
@@ -196,7 +199,7 @@ async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, pla
         restored = new_manager()
         await restored.load(str(tmp_path / "manager"))
         assert made == 5 + tokens_in(restored._manager) > 5
-        assert sorted(uid for batch in one.booked for uid in batch.uids) == ["0/0", "0/1", "0/2", "0/3"]
+        assert sorted(uid for batch in one.recorded for uid in batch.uids) == ["0/0", "0/1", "0/2", "0/3"]
         assert one.control.interrupt.await_count == (1 if one.separate else STEPS)
         if one.separate:
             assert ("flush", 1) in one.phases and one.guard.open
@@ -221,7 +224,7 @@ async def test_colocated_version_begins_while_the_trainer_updates_and_its_sample
         await asyncio.sleep(0.05)
         assert one.decoding == 0 and one.manager._manager.version == 1 and one.worker.ready() == 2
         await one.driver.finish_step()
-        waits = one.booked[0].waits
+        waits = one.recorded[0].waits
         assert set(waits) == {"resume_s", "interrupt_s", "collect_s", "flush_s"} and min(waits.values()) >= 0
 
 
@@ -241,23 +244,24 @@ async def test_separate_version_begins_once_all_engines_have_loaded_and_before_t
 
 
 @both
-async def test_step_is_booked_with_the_calls_of_training_samples_alone(placement):
+async def test_step_is_recorded_with_the_calls_of_training_samples_alone(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
         samples = ("0/0#0", "a4f0", "a4f1")
         one.guard.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
         await one.step(1)
-        assert [call.sample for call in one.book.call_args.args[3]] == ["0/0#0"]
+        ((_, _, calls),) = one.recorder.batches
+        assert [call.sample for call in calls] == ["0/0#0"]
 
 
-async def test_separate_step_is_booked_from_the_batch_before_to_this_one():
+async def test_separate_step_is_recorded_from_the_batch_before_to_this_one():
     async with life(5, 5, 5, 5) as one:
         for step in (1, 2):
             await one.step(step)
-        first, second = one.booked
+        first, second = one.recorded
         assert first.until == second.since and 0 <= second.waits["wait_s"] <= second.until - second.since
         assert [first.step, second.step] == [1, 2]
-        told = [account.admitted for (_, _, account, _), _ in one.book.call_args_list]
-        assert told == [["0/0", "0/1"], ["0/2"]]
+        admitted = [account.admitted for _, account, _ in one.recorder.batches]
+        assert admitted == [["0/0", "0/1"], ["0/2"]]
 
 
 @both
@@ -292,4 +296,7 @@ async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line_in
         ((text, *values),) = [given for given, _ in told.warning.call_args_list]
         warning = text % tuple(values)
         assert warning.startswith("in a sample of step 1, ") and "test_driver.py:" in warning
-        assert warning.endswith("raised the first KeyError: 1") and len(await one.driver.first_errors()) == 1
+        assert warning.endswith("raised the first KeyError: 1")
+        error = RuntimeError("the run failed")
+        await one.driver.explain(error)
+        assert len(error.__notes__) == 1

@@ -117,7 +117,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
     batch.meta_info["validate"] = validate
     failures = SimpleNamespace(max_masked_fraction=most)
     manager = object.__new__(ObservedAgentLoopManager)
-    manager.session = SimpleNamespace(settings=SimpleNamespace(failures=failures), figures={})
+    manager.recorder = SimpleNamespace(settings=SimpleNamespace(failures=failures), metrics={})
 
     async def generate():
         made = worker(function, **options)
@@ -130,7 +130,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
         return output
     manager._leave_out_failed(output)
     failed = [info for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
-    assert manager.session.figures == {"failures/validation_samples": len(failed)}
+    assert manager.recorder.metrics == {"failures/validation_samples": len(failed)}
     return output
 
 
@@ -367,7 +367,7 @@ def colocated(monkeypatch, function, batch, *, reward_s=5.0):
     monkeypatch.setattr(reward_loop.ray, "get", lambda calls: asyncio.run(gathered(calls)))
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     deadlines = SimpleNamespace(reward_s=reward_s)
-    trainer.session = SimpleNamespace(settings=SimpleNamespace(deadlines=deadlines))
+    trainer.settings = SimpleNamespace(deadlines=deadlines)
     trainer.reward_loop_manager = manager = object.__new__(RewardLoopManager)
     manager.reward_loop_workers, manager.reward_manager_cls = [BatchWorker(function)], NaiveRewardManager
     manager.reward_model_manager = None

@@ -85,16 +85,12 @@ class Life:
         async def load():
             return {"a": (1, next(tokens))}
 
-        self.session = SimpleNamespace(
-            settings=SimpleNamespace(
-                deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=restarts)
-            ),
-            stop=self.stop,
-            trainers=trainers,
-            control=SimpleNamespace(load=load, servers={"a": "server"}),
-            slots_of_a_worker=lambda workers: 8 // workers,
+        settings = SimpleNamespace(
+            deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=restarts)
         )
-        self.guard = Guard(self.session, handle, self.workers, self._spawn)
+        self.control = SimpleNamespace(load=load, servers={"a": "server"})
+        slots = SimpleNamespace(of_a_worker=lambda workers: 8 // workers)
+        self.guard = Guard(settings, handle, self.workers, self._spawn, self.control, slots, trainers, self.stop)
 
     def _spawn(self):
         return FakeWorker(self._connect)
@@ -280,7 +276,7 @@ async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
 async def test_manager_is_told_of_engines_that_make_tokens_and_not_of_those_that_make_none(readings, progress):
     async with life() as one:
         loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
-        one.session.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
+        one.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
         with pytest.raises(asyncio.CancelledError):
             await one.guard.wait_batch(hangs(), 1, 0.0)
         told = [decoded for (decoded,), _ in one.manager.standing.call_args_list]

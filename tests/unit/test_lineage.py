@@ -1,11 +1,10 @@
 """A run that went back to an earlier step, or started over, goes on from where it is now: checkpoints, records, trackers.
 
-Processes of either arm play their steps without engines; session, records and verl's file logger are real.
+Processes of either arm play their steps without engines; files, records and verl's file logger are real.
 """
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -14,8 +13,10 @@ from recipe.partial_rollout.checkpoint import run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import TRACKER, RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import RolloutPhase, Round, TrainedGroup
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
+from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, RolloutPhase, Round, TrainedGroup
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.recorder import run_settings
+from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
@@ -26,20 +27,6 @@ STEPS = 8
 
 class Killed(BaseException):
     """The process ends here."""
-
-
-class Driver:
-    exhausted = False
-
-    async def finish_step(self):
-        pass
-
-    async def save(self, path):
-        write_snapshot(path, {})
-
-
-class Control(list):
-    addresses = ("r0",)
 
 
 def group_of(step, n):
@@ -54,50 +41,53 @@ def live(tmp_path, resolved_config, monkeypatch, request):
     """``live(who, until=, mode=)``: a process that trains to step ``until``, with a checkpoint at each even one."""
     partial = request.param == "PR"
 
+    def save(files, weights):
+        def write():
+            actor = files.checkpoints.step_dir(files.completed_step) / "actor"
+            actor.mkdir(parents=True)
+            (actor / "weights").write_text(weights)
+
+        parts = ("source", "manager") if partial else ()
+        in_flight = {name: lambda path: write_snapshot(path, {}) for name in parts}
+        files.checkpoints.save(files.completed_step, in_flight, write)
+
     def run(who, *, until, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
         keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
         config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={partial}")
         directory.mkdir(exist_ok=True)
-        session = RunSession(
-            PartialRolloutConfig.from_config(config), RunCheckpoints(directory, mode, path and str(path), keep)
+        settings = PartialRolloutConfig.from_config(config)
+        files = RunFiles(RunCheckpoints(directory, mode, path and str(path), keep))
+        files.begin()
+        slots, steps = (
+            ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64),
+            TrainingSteps(STEPS, 1, STEPS),
         )
-        session.offer([], TrainingSteps(STEPS, 1, STEPS))
-        session.begin()
-        slots = ReplicaSlots(4, given=True, kv_tokens=None, prompt=4, response=64)
-        session.source = SimpleNamespace(state_dict=dict)
-        session.open(Control([1]), slots, [], "scripted")
-        if partial:
-            session.driver = Driver()
-        weights = session.checkpoints.chosen and (session.checkpoints.chosen / "actor" / "weights").read_text()
-        with observed_tracking(lambda data, step: data, file=session.metrics):
+        resumed = files.checkpoints.resumed_step
+        facts = run_settings(settings, steps, slots, replicas=1, resumed=resumed, experiment="scripted", trainer="")
+        log = files.open_log(facts, ["replica"])
+        weights = files.checkpoints.chosen and (files.checkpoints.chosen / "actor" / "weights").read_text()
+        with observed_tracking(lambda data, step: data, file=files.metrics):
             import verl.utils.tracking as tracking
 
-            log = tracking.Tracking("project", "scripted", ["file"])
-            for step in range(session.checkpoints.resumed_step + 1, until + 1):
+            metrics = tracking.Tracking("project", "scripted", ["file"])
+            for step in range(resumed + 1, until + 1):
                 weights = f"{weights or ''}{who}"
                 group = group_of(step, 2)
                 phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
-                session.log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
-                session.complete_step(step)
+                log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
+                files.completed_step = step
                 if step % 2 == 0:
-                    save(session, weights)
+                    save(files, weights)
+                    log.add(Checkpoint(step), sync=True)
                 figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
-                log.log({"training/global_step": step, **figures}, step)
+                metrics.log({"training/global_step": step, **figures}, step)
         if until == STEPS:
-            session.complete()
-        return session
+            log.add(Ended(STEPS, complete=True), sync=True)
+        return files
 
+    run.save = save
     return run
-
-
-def save(session, weights):
-    def write():
-        actor = session.checkpoints.step_dir(session.completed_step) / "actor"
-        actor.mkdir(parents=True)
-        (actor / "weights").write_text(weights)
-
-    session.save(write)
 
 
 def trained_by(run_dir):
@@ -107,19 +97,19 @@ def trained_by(run_dir):
     return "".join(chr(int(step.metrics["critic/score/mean"])) for step in run.steps)
 
 
-def run_of(session):
+def run_of(files):
     """The id by which trackers know the run."""
-    return session.checkpoints.run
+    return files.checkpoints.run
 
 
 def saved_steps(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
 
-def agrees(run_dir, session):
-    """Tracker and audit agree with ``session``, which has ended."""
-    assert find_latest_ckpt_path(str(run_dir)) == str(run_dir / f"global_step_{session.completed_step // 2 * 2}")
-    if session.settings.enable:
+def agrees(run_dir, files):
+    """Tracker and audit agree with the process of ``files``, which has ended."""
+    assert find_latest_ckpt_path(str(run_dir)) == str(run_dir / f"global_step_{files.completed_step // 2 * 2}")
+    if load_run(run_dir).settings.arm is Arm.PR:
         assert audit(run_dir)[0].violations == []
 
 
@@ -193,8 +183,8 @@ def test_stop_right_after_a_start_from_another_runs_checkpoint_leaves_that_run_a
     live("a", until=6, directory=other)
     manifest = other / "global_step_4" / "partial_rollout" / "manifest.json"
     before = manifest.read_bytes()
-    session = live("b", until=4, mode="resume_path", path=other / "global_step_4")
-    save(session, "aaaa")
+    files = live("b", until=4, mode="resume_path", path=other / "global_step_4")
+    live.save(files, "aaaa")
     assert not (run / "global_step_4").is_symlink() and manifest.read_bytes() == before
     assert live("c", until=STEPS).checkpoints.chosen == run / "global_step_4"
 
@@ -313,5 +303,5 @@ def test_start_says_which_steps_it_trains_again_and_what_it_supersedes_only_if_t
 
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):
     live("a", until=STEPS)
-    session = live("b", until=STEPS)
-    assert session.checkpoints.resumed_step == STEPS and load_run(tmp_path / "run").complete
+    files = live("b", until=STEPS)
+    assert files.checkpoints.resumed_step == STEPS and load_run(tmp_path / "run").complete

@@ -18,7 +18,7 @@ from recipe.partial_rollout.records.figures import (
     spread,
 )
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
-from recipe.partial_rollout.rollout.step_book import batch_metrics, length_metrics, phase_metrics
+from recipe.partial_rollout.rollout.recorder import batch_metrics, length_metrics, phase_metrics
 from recipe.partial_rollout.tasks.answers import compute_score
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 

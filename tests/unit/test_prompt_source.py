@@ -1,7 +1,6 @@
 """Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart; so do noPR's rows."""
 
 from itertools import islice
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,10 +13,9 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.manager.types import position_of
-from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
-from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
-from tests.unit.shared import settings_of
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
+from recipe.partial_rollout.rollout.run_files import RunFiles
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, SlotLoader
 from tests.unit.test_stop_in_fit import Weights
 
 ROWS = [
@@ -79,14 +77,10 @@ def test_data_smaller_than_a_batch_is_an_error():
 
 def test_slots_of_a_resumed_epoch_are_those_that_are_left_and_end_where_the_data_cannot_fill_another_step():
     trained = []
-    driver, steps = SimpleNamespace(exhausted=False), SimpleNamespace(per_epoch=5)
-    session = SimpleNamespace(steps=steps, settings=settings_of(), driver=driver, completed_step=13)
     for epoch in range(3):
-        for slots in SlotLoader(session):
-            assert len(slots["slot"]) == session.settings.batch_groups
+        for slots in SlotLoader(5, 4, lambda: 13 + len(trained), lambda: len(trained) == 6):
+            assert len(slots["slot"]) == 4
             trained.append(epoch)
-            session.completed_step += 1
-            driver.exhausted = len(trained) == 6
     assert trained == [0, 0, 1, 1, 1, 1]
 
 
@@ -100,13 +94,12 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(
     def process():
         ours = object.__new__(PartialRolloutRayPPOTrainer)
         ours.config, ours.use_critic, ours.actor_rollout_wg = config, False, Weights(lambda name: None)
-        ours.session = RunSession(SimpleNamespace(enable=False), RunCheckpoints(tmp_path))
-        ours.session.begin()
-        ours.session.log = Mock()
+        ours.files, ours.recorder, ours.driver = RunFiles(RunCheckpoints(tmp_path)), Mock(), None
+        ours.files.begin()
         rows = list(range(8))
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), rows)
         loader = StatefulDataLoader(rows, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)
-        ours.session.offer(loader, TrainingSteps(4, 3, 12))
+        ours.steps = TrainingSteps(4, 3, 12)
         ours.train_dataloader, ours.global_steps = loader, 0
         ours._load_checkpoint()
         return ours
@@ -115,7 +108,7 @@ def test_resumed_baseline_sees_the_rows_in_the_order_of_one_that_never_stopped(
         """As in verl's ``fit``."""
         for _ in range(ours.global_steps // 4, 3):
             for batch in ours.train_dataloader:
-                ours.global_steps = ours.session.completed_step = ours.global_steps + 1
+                ours.global_steps = ours.files.completed_step = ours.global_steps + 1
                 yield batch.tolist()
 
     whole = list(batches(process()))

@@ -71,11 +71,11 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
 
         def train(runner):
             started.append(runner)
-            session = runner.session
+            checkpoints = runner.ours["files"].checkpoints
             if save is not None:
-                step_dir = session.checkpoints.step_dir(save)
+                step_dir = checkpoints.step_dir(save)
                 in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
-                session.checkpoints.save(save, in_flight, lambda: write_model(step_dir))
+                checkpoints.save(save, in_flight, lambda: write_model(step_dir))
 
         monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)
@@ -137,7 +137,7 @@ def test_run_that_starts_over_may_change_them_all(start):
     start(*KEEPS, save=2)
     batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
     runner = start(*KEEPS, *[change for change, _ in CHANGES], batch, "trainer.resume_mode=disable")
-    assert runner.session.checkpoints.resumed_step == 0
+    assert runner.ours["files"].checkpoints.resumed_step == 0
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -147,7 +147,7 @@ def test_run_that_starts_over_may_change_them_all(start):
 def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
-    assert start(f"data.train_files={moved}", arm=arm).session.checkpoints.resumed_step == 2
+    assert start(f"data.train_files={moved}", arm=arm).ours["files"].checkpoints.resumed_step == 2
     inputs.write(rows(*changed))
     words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
@@ -157,7 +157,7 @@ def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_
 def test_model_of_another_name_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, tmp_path):
     start(save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
-    assert start(f"actor_rollout_ref.model.path={moved}").session.checkpoints.resumed_step == 2
+    assert start(f"actor_rollout_ref.model.path={moved}").ours["files"].checkpoints.resumed_step == 2
     other = shutil.copytree(inputs.model, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: model, as in .*global_step_2"):
         start(f"actor_rollout_ref.model.path={other}")
@@ -176,8 +176,8 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
     files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
-    assert start(f"data.train_files={tmp_path}/{files[0]}").session.checkpoints.resumed_step == 2
-    assert start(f"data.train_files={files[1].format(tmp_path)}").session.checkpoints.resumed_step == 2
+    assert start(f"data.train_files={tmp_path}/{files[0]}").ours["files"].checkpoints.resumed_step == 2
+    assert start(f"data.train_files={files[1].format(tmp_path)}").ours["files"].checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -187,7 +187,7 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
-        assert start(*alone, arm=arm).session.checkpoints.resumed_step == 2
+        assert start(*alone, arm=arm).ours["files"].checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"):
         start(*alone, "trainer.n_gpus_per_node=2")
 
@@ -206,13 +206,13 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-    assert start(arm=other).session.checkpoints.resumed_step == 2
+    assert start(arm=other).ours["files"].checkpoints.resumed_step == 2
 
 
 def test_longer_samples_and_more_steps_go_on(start):
     start(save=2)
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*longer, "trainer.total_epochs=9").session.checkpoints.resumed_step == 2
+    assert start(*longer, "trainer.total_epochs=9").ours["files"].checkpoints.resumed_step == 2
 
 
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
@@ -238,7 +238,7 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
     other.join(60)
-    assert start().session.checkpoints.resumed_step == 2
+    assert start().ours["files"].checkpoints.resumed_step == 2
 
 
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):

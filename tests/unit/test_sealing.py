@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, read, verify, write_snapshot
+from recipe.partial_rollout.checkpoint.manifest import CheckpointError, read, verify, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 
 STATES = {part: lambda path: write_snapshot(path, {"x": 1}) for part in ("manager", "source")}
@@ -61,7 +61,7 @@ def test_empty_step_directory_is_torn_and_one_of_another_trainer_is_not_ours(tmp
         (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     assert RunCheckpoints(tmp_path).resumed_step == 2
     checkpoints.step_dir(4).joinpath("data.pt").touch()
-    with pytest.raises(ForeignCheckpointError, match="another trainer made it"):
+    with pytest.raises(CheckpointError, match="another trainer made it"):
         read(checkpoints.step_dir(4))
 
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from recipe.partial_rollout.checkpoint import manifest, plain_state, run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import (
-    ForeignCheckpointError,
+    CheckpointError,
     TornCheckpointError,
     read_snapshot,
     write_snapshot,
@@ -137,7 +137,7 @@ def test_no_damage_to_a_file_does_worse_than_an_error(tmp_path_factory, changes,
     path.write_bytes(bytes(payload[: len(payload) - cut % len(payload)]) + tail)
     try:
         assert isinstance(read_snapshot(path), dict)
-    except ForeignCheckpointError as error:
+    except CheckpointError as error:
         assert "\n" not in str(error)
 
 
@@ -156,7 +156,7 @@ def test_no_damage_to_a_file_does_worse_than_an_error(tmp_path_factory, changes,
 )
 def test_payload_that_was_never_packed_is_foreign(tmp_path, payload):
     (tmp_path / "s").write_bytes(payload)
-    with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
+    with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=disable"):
         read_snapshot(tmp_path / "s")
 
 
@@ -206,9 +206,9 @@ def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
 
 def test_directory_without_our_mark_or_under_another_steps_name_is_foreign(tmp_path):
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
-    with pytest.raises(ForeignCheckpointError, match=r"it has no partial_rollout/.*trainer.default_local_dir"):
+    with pytest.raises(CheckpointError, match=r"it has no partial_rollout/.*trainer.default_local_dir"):
         manifest.verify(tmp_path / "global_step_3")
-    with pytest.raises(ForeignCheckpointError, match="its content is of step 4"):
+    with pytest.raises(CheckpointError, match="its content is of step 4"):
         manifest.verify(checkpoint(tmp_path, 4).rename(tmp_path / "global_step_9"))
 
 
@@ -235,7 +235,7 @@ def test_manifest_cut_off_or_changed_anywhere_never_verifies_as_something_else(t
     path = step_dir / "partial_rollout" / "manifest.json"
     for each in damaged(path.read_bytes(), flips=(0x01, 0x20, 0x80)):
         path.write_bytes(each)
-        with contextlib.suppress(TornCheckpointError, ForeignCheckpointError):
+        with contextlib.suppress(TornCheckpointError, CheckpointError):
             assert manifest.verify(step_dir) == whole
 
 
@@ -243,9 +243,7 @@ def test_manifest_of_an_earlier_version_is_foreign(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     path = step_dir / "partial_rollout" / "manifest.json"
     path.write_text(json.dumps({"blake2b": "0", "format": 3, "step": 4, "life": "a", "facts": {}, "files": {}}))
-    with pytest.raises(
-        ForeignCheckpointError, match=r"^[^\n]*is not of this version's format[^\n]*disable to start over$"
-    ):
+    with pytest.raises(CheckpointError, match=r"^[^\n]*is not of this version's format[^\n]*disable to start over$"):
         manifest.verify(step_dir)
 
 
@@ -260,5 +258,5 @@ def test_newest_whole_checkpoint_is_chosen_torn_ones_are_named_and_foreign_ones_
     assert found.chosen == newest and found.resumed == manifest.verify(newest)
     assert "global_step_11 is torn" in warned[0][1]
     (tmp_path / "global_step_12" / "actor").mkdir(parents=True)
-    with pytest.raises(ForeignCheckpointError, match=r"trainer\.resume_mode=disable"):
+    with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=disable"):
         RunCheckpoints(tmp_path)

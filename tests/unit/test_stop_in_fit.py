@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_trainer
+from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
@@ -26,13 +27,13 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import restore
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
-from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.run_files import RunFiles
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.loss import ProximalPolicy
 from recipe.partial_rollout.training.step_log import StepLog
-from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
+from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, SlotLoader
 from tests.unit.shared import state_of
 
 STEPS = 4
@@ -71,11 +72,11 @@ class Rollout:
         if slots.meta_info.get("validate"):
             self._require_trained("validation")
             self.moment("validating")
-            self.trainer.session.stop.check()
+            self.trainer.stop.check()
             return None
         self._require_trained("the next batch")
         self.moment("round")
-        self.trainer.session.stop.check()
+        self.trainer.stop.check()
         manager, step = self.manager, slots.meta_info["global_steps"]
         if self.begun != step - 1:
             manager.begin_version(step - 1)
@@ -99,15 +100,18 @@ class Rollout:
         uids, self.untrained = self.untrained, []
         self.manager.groups.train(uids)
 
-    async def save(self, path):
+    def in_flight(self):
+        return {"source": lambda path: write_snapshot(path, {}), "manager": self.save}
+
+    def save(self, path):
         self._require_trained("a checkpoint")
-        write_snapshot(Path(path), state_of(self.manager))
+        write_snapshot(path, state_of(self.manager))
 
-    async def first_errors(self):
-        return ['File "my_loop.py", line 7']
+    async def explain(self, error):
+        error.add_note('File "my_loop.py", line 7')
 
-    async def load(self, path, step):
-        restore(self.manager, read_snapshot(Path(path)))
+    async def load(self, checkpoints):
+        restore(self.manager, read_snapshot(checkpoints.resumed_state("manager")))
 
 
 class Weights(BaseCheckpointManager):
@@ -148,26 +152,29 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     asked = config.trainer
     keep = claim_retention(asked, critic=False)
     checkpoints = RunCheckpoints(Path(asked.default_local_dir), asked.resume_mode, asked.get("resume_from_path"), keep)
-    trainer.session = session = RunSession(settings, checkpoints, trains=not config.trainer.get("val_only"))
-    session.begin()
-    session.steps = TrainingSteps(per_epoch=STEPS, epochs=1, total=STEPS)
+    trainer.settings, trainer.stop = settings, StopSignals.of_process()
+    trainer.files = files = RunFiles(checkpoints, trains=not config.trainer.get("val_only"))
+    files.begin()
+    trainer.steps = TrainingSteps(per_epoch=STEPS, epochs=1, last=STEPS)
     trainer._noted = 0
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
-    session.log = MagicMock(last_round=None)
-    session.source = MagicMock(**{"state_dict.return_value": {}})
+    trainer.recorder = SimpleNamespace(log=MagicMock(last_round=None))
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
-    trainer.train_dataloader, trainer.train_dataset = SlotLoader(session), object()
+    loader = SlotLoader(STEPS, settings.batch_groups, lambda: files.completed_step, lambda: trainer.exhausted)
+    trainer.train_dataloader, trainer.train_dataset = loader, object()
     trainer._dump_executor, trainer._shutdown_dump_executor = SimpleNamespace(_shutdown=False), lambda: None
     trainer.actor_rollout_wg, trainer.llm_server_manager = Weights(moment), object()
+    if config.algorithm.use_kl_in_reward:
+        trainer.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
     trainer.use_rm = trainer.use_critic = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
-    session.driver = trainer.async_rollout_manager
-    session.figures = Figures(trainer.async_rollout_manager)
+    trainer.driver = trainer.async_rollout_manager
+    trainer.recorder.metrics = Figures(trainer.async_rollout_manager)
 
     def update_weights(step):
-        session.complete_step(step)
+        trainer._end_step(step)
         moment("sync")
 
     trainer.checkpoint_manager = SimpleNamespace(update_weights=update_weights, sleep_replicas=lambda: None)
@@ -209,14 +216,14 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
     def run(*overrides, stop_at=None):
         def moment(name):
             step = getattr(trainer, "global_steps", 0)
-            if (name, step) == stop_at and trainer.session.stop._number is None:
+            if (name, step) == stop_at and trainer.stop._number is None:
                 signal.raise_signal(signal.SIGTERM)
 
         at.moment = moment
         keys = *OVERRIDES, f"trainer.default_local_dir={tmp_path}", *overrides
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
-        if trainer.session.checkpoints.chosen is None:
+        if trainer.files.checkpoints.chosen is None:
             trainer.async_rollout_manager.manager.reserve.offer(prompts(2 * STEPS))
         trainer.stopped = False
         try:
@@ -233,7 +240,7 @@ VALIDATES = ("trainer.test_freq=1",)
 
 def log_of(trainer):
     """What its log says of checkpoints and of the end of each process."""
-    events = [call.args[0] for call in trainer.session.log.add.mock_calls]
+    events = [call.args[0] for call in trainer.recorder.log.add.mock_calls]
     names = {Checkpoint: lambda event: "checkpoint", Ended: lambda event: "complete" if event.complete else "stopped"}
     return [(names[type(event)](event), event.step) for event in events if type(event) in names]
 
@@ -319,6 +326,40 @@ def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validati
         trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
         assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
         assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
+
+
+ADAPTIVE = (
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=10",
+)
+
+
+def penalized(batch, kl_ctrl, kl_penalty):
+    """verl's penalty, of a divergence far above its target."""
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    kl_ctrl.update(current_kl=1.0, n_steps=4)
+    return batch, {}
+
+
+def test_adaptive_coefficient_of_the_kl_penalty_goes_on_where_the_checkpoint_left_it(life, monkeypatch):
+    monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
+    values = [0.1 * 1.08**step for step in range(STEPS + 1)]
+    first = life(*ADAPTIVE, "trainer.save_freq=1", stop_at=("round", 3))
+    assert first.kl_ctrl_in_reward.value == pytest.approx(values[2])
+    second = life(*ADAPTIVE, "trainer.save_freq=1")
+    assert second.kl_ctrl_in_reward.value == pytest.approx(values[STEPS])
+
+
+def test_coefficient_that_a_checkpoint_lacks_starts_over_and_is_told(life, monkeypatch, capsys):
+    monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
+    fixed = "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1", "trainer.save_freq=1"
+    assert life(*fixed, stop_at=("round", 3)).kl_ctrl_in_reward.value == 0.1
+    assert "algorithm.kl_ctrl" not in capsys.readouterr().out
+    trainer = life(*ADAPTIVE)
+    assert trainer.kl_ctrl_in_reward.value == pytest.approx(0.1 * 1.08 ** (STEPS - 2))
+    assert "global_step_2 has no coefficient of algorithm.kl_ctrl: it starts at 0.1" in capsys.readouterr().out
 
 
 def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_none(life, tmp_path, monkeypatch, capsys):
@@ -430,7 +471,7 @@ def test_weights_are_saved_where_what_is_in_flight_cannot_be(life, tmp_path, mon
     """Of the second checkpoint."""
     states = iter([state_of, lambda manager: {"row": {"created": object()}}])
 
-    async def save(self, path):
+    def save(self, path):
         write_snapshot(Path(path), next(states)(self.manager))
 
     monkeypatch.setattr(Rollout, "save", save)

@@ -30,8 +30,7 @@ def asked_often(monkeypatch):
 
 
 async def beside(awaitable, engines, look=None):
-    session = SimpleNamespace(control=engines, settings=SimpleNamespace(batch_groups=4))
-    watching = watch_round(session, 5, time.monotonic(), look)
+    watching = watch_round(engines, 4, 5, time.monotonic(), look)
     return await wait(awaitable, 10, "the round", None, watches=[watching])
 
 

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,10 +20,9 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
-from tests.unit.shared import settings_of
+from recipe.partial_rollout.training.trainer_run import SlotLoader
 from verl_ext import v1
 
 pytest.importorskip("transfer_queue")
@@ -215,13 +215,12 @@ def test_round_is_put_whole_a_key_a_sample_and_the_next_is_refused_while_it_is_t
 
 
 def test_rounds_go_on_in_the_next_epoch_until_the_data_has_ended(buffer):
-    session = SimpleNamespace(steps=SimpleNamespace(per_epoch=1), completed_step=0)
-    session.settings, session.driver = settings_of(2), SimpleNamespace(exhausted=False)
-    made = buffer(SlotLoader(session))
+    exhausted = []
+    made = buffer(SlotLoader(1, 2, lambda: 0, lambda: bool(exhausted)))
     for step in (1, 2):
         batch, _ = made.it.sample(step, "train", 2)
         made.queue.kv_clear(batch.keys, "train")
-    session.driver.exhausted = True
+    exhausted.append(True)
     with pytest.raises(rounds.DataEndedError):
         made.it.sample(3, "train", 2)
 
@@ -273,11 +272,12 @@ def test_scores_of_a_colocated_reward_model_reach_the_rows_in_the_order_of_the_b
 
 def test_checkpoint_of_a_step_that_has_updated_nothing_is_of_that_step():
     """v1 saves in the critic's warm-up, ``RayPPOTrainer`` does not; a run without a critic has ended no batch by then."""
-    trainer, told = object.__new__(PartialRolloutPPOTrainer), []
-    trainer.global_steps = 3
-    trainer.session = SimpleNamespace(complete_step=told.append, save=lambda save: told.append("saved"))
+    trainer, saved = object.__new__(PartialRolloutPPOTrainer), []
+    trainer.global_steps, trainer.driver, trainer.recorder = 3, None, MagicMock()
+    checkpoints = SimpleNamespace(save=lambda step, in_flight, save: saved.append(step))
+    trainer.files = SimpleNamespace(completed_step=2, checkpoints=checkpoints)
     trainer._save_checkpoint()
-    assert told == [3, "saved"]
+    assert saved == [3] and trainer.files.completed_step == 3
 
 
 def test_verls_registry_knows_the_recipes_trainer_and_still_refuses_what_nobody_registered():

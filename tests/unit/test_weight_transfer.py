@@ -4,7 +4,6 @@ A replica that dies anywhere before it is left out, and restarted for it.
 """
 
 import asyncio
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from verl.checkpoint_engine import CheckpointEngineManager
 
 from recipe.partial_rollout.config.settings import Deadlines
-from recipe.partial_rollout.manager.types import VersionStart
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training import weight_transfer
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightSyncError, transfer_of
 from recipe.partial_rollout.waits import NoAnswerError
@@ -105,7 +105,7 @@ class Versions:
         async def answer(*args):
             if verb == "begin_version":
                 self.log.append(f"version {args[0]} begins")
-                return VersionStart(0)
+                return False
             return 1
 
         return SimpleNamespace(remote=answer)
@@ -126,26 +126,20 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     settings = SimpleNamespace(
         separate=placement == "separate", deadlines=Deadlines(weight_sync_s=deadline_s), enable=pr
     )
-    session = SimpleNamespace(
-        settings=settings,
-        control=control,
-        log=versions,
-        source=versions.source,
-        steps=SimpleNamespace(last=99),
-        figures={},
-        trains=True,
-    )
+    recorder = Recorder(settings, versions, control, None)
 
-    def complete_step(step):
-        session.completed_step = step
-        log.append(f"step {step} ends")
+    ended = [0]
 
-    session.complete_step = complete_step
-    session.note_phase = partial(RunSession.note_phase, session)
-    session.driver = Driver(session, versions, None, Guard(session, versions, [], None))
+    def end_step(step):
+        ended.append(ended[-1] if step is None else step)
+        log.append(f"step {ended[-1]} ends")
+        return ended[-1]
+
+    guard = Guard(settings, versions, [], None, control, None, [], StopSignals())
+    driver = Driver(settings, TrainingSteps(99, 1, 99), versions.source, control, recorder, versions, None, guard)
     trainers = Trainers(replicas, log, **(trainer or {}))
     verls = verls_manager(backend, ShmCheckpointEngine, trainers, replicas)
-    manager = RecipeCheckpointManager(verls, session)
+    manager = RecipeCheckpointManager(verls, deadline_s, recorder, end_step, driver if pr else None)
     return SimpleNamespace(
         manager=manager, transfer=manager._transfer, control=control, replicas=replicas, trainers=trainers, log=log
     )

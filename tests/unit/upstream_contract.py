@@ -35,7 +35,7 @@ verl.trainer.ppo.ray_trainer:RayPPOTrainer <- trainer_run trainer main_ppo task_
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
         tokenizer config global_steps total_training_steps __init__ fit init_workers _create_dataloader
         _save_checkpoint _load_checkpoint _get_gen_batch _update_actor _validate
-        _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager use_rm
+        _val_metrics_update _dump_generations _compute_reward_colocate reward_loop_manager use_rm kl_ctrl_in_reward
     reads: agent_loop_manager_class
 verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
     has: tokenizer train_dataset train_dataloader llm_server_manager
@@ -43,6 +43,7 @@ verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
         trainer_mode __init__ init fit _setup _build_replay_buffer _init_dataloader on_init_end prepare_step
         _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _validate _val_metrics_update
         _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client get_reward_handles
+        kl_ctrl_in_reward
 verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command trained_rows
     has: TRAINER_REGISTRY compute_data_metrics compute_variance_proxy_metrics
     calls: register_trainer(name)
@@ -96,6 +97,8 @@ verl.trainer.ppo.ray_trainer <- standalone_engines trained_rows
     calls: compute_spec_decode_metrics(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
+verl.trainer.ppo.core_algos:AdaptiveKLController <- trainer_run
+    has: value
 verl.workers.rollout.replica <- rule
     has: CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.replica:TokenOutput <- llm_client observed
@@ -149,6 +152,8 @@ verl.utils.model <- packed_attention
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     calls: masked_mean(values, mask)
+verl.workers.config:OptimizerConfig <- schedule trainer_run
+    has: lr lr_warmup_steps lr_warmup_steps_ratio total_training_steps
 verl.workers.config:ActorConfig <- loss
     has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c policy_loss global_batch_info
 verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync <- sampler
@@ -165,7 +170,7 @@ verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceive
     has: zmq_context
     calls: _init_socket()
 verl.utils.tracking:Tracking <- tracking_observer
-    has: logger __init__ log
+    has: log
 verl.utils.tracking <- tracking_observer main_ppo trackers
     has: Tracking
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR

@@ -27,17 +27,17 @@ DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
 Format = Literal[5]
-"""of manifest and state files, whatever of them changes"""
+"""version of the manifest and of the state files, for any change of either"""
 
 STEP = re.compile(r"global_step_([0-9]+)")
 
 
-class TornCheckpointError(RuntimeError):
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be resumed: this version of the recipe did not make it, or it is torn."""
+
+
+class TornCheckpointError(CheckpointError):
     """A checkpoint of partial rollout that is not whole."""
-
-
-class ForeignCheckpointError(RuntimeError):
-    """A checkpoint that this version of the recipe did not make."""
 
 
 class ListedFile(Struct, frozen=True):
@@ -50,7 +50,7 @@ class ListedFile(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a whole checkpoint consists of."""
+    """Lists the files of a whole checkpoint, and the facts that a resume needs."""
 
     format: Format = 5
     step: int
@@ -59,18 +59,18 @@ class Manifest(Struct, frozen=True, kw_only=True):
     run_dir: str
     """directory of the run that sealed it; a copied checkpoint lies elsewhere, and is another run's"""
     state: str
-    """what the names of its state files end with (``state_file``): those of an earlier seal may lie beside them"""
+    """suffix of the names of its state files (``state_file``); files of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}
-    """what a run that resumes from it is compared with, by key of the config; JSON-able"""
+    """facts that a run must match to resume from it, by key of the config; JSON-able"""
     kept: list[int] = []
     """steps whose checkpoints a limit applies to, oldest first (``RunCheckpoints``)"""
     files: dict[str, ListedFile] = {}
-    """by path relative to the step directory"""
+    """its files by path relative to the step directory"""
 
 
 class _Sealed(Struct):
     blake2b: str
-    """of ``manifest``, byte for byte"""
+    """checksum of ``manifest``, byte for byte"""
     manifest: msgspec.Raw
 
 
@@ -101,11 +101,11 @@ def write_snapshot(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """The dictionary that was written.
+    """Read the dictionary that ``write_snapshot`` wrote.
 
     Raises:
         TornCheckpointError: the file is missing.
-        ForeignCheckpointError: it is not a snapshot.
+        CheckpointError: it is not a snapshot.
     """
     try:
         state = unpack(path.read_bytes())
@@ -140,11 +140,11 @@ def write_manifest(step_dir: Path, manifest: Manifest) -> None:
 
 
 def verify(step_dir: Path) -> Manifest:
-    """The manifest of a whole checkpoint, after checking that every file that it lists is unchanged.
+    """Return the manifest of a whole checkpoint, and check that every file that it lists is unchanged.
 
     Raises:
         TornCheckpointError: it was begun and not sealed, or a file is missing or changed.
-        ForeignCheckpointError: this version of the recipe did not make it.
+        CheckpointError: this version of the recipe did not make it.
     """
     manifest = read(step_dir)
     named = STEP.fullmatch(step_dir.name)
@@ -167,7 +167,7 @@ def _checksum(path: Path) -> str:
 
 
 def read(step_dir: Path) -> Manifest:
-    """The manifest of ``step_dir``, whose files are not looked at; raises as ``verify``."""
+    """Return the manifest of ``step_dir`` without a look at the other files; raises as ``verify``."""
     if not any(step_dir.iterdir()):
         # A process that was killed between its first two directories leaves it so.
         raise torn(step_dir, "it is empty")
@@ -194,9 +194,9 @@ def torn(path: Path, reason: str) -> TornCheckpointError:
     )
 
 
-def foreign(path: Path, reason: str) -> ForeignCheckpointError:
+def foreign(path: Path, reason: str) -> CheckpointError:
     """The one-line error for a checkpoint that this recipe did not make."""
-    return ForeignCheckpointError(
+    return CheckpointError(
         f"{path} cannot be resumed by partial rollout: {reason}; "
         f"set another trainer.default_local_dir, or trainer.resume_mode=disable to start over"
     )

@@ -1,4 +1,4 @@
-"""Plain Python and numpy values as msgpack: what is read back can only be data, never code.
+"""Packs plain Python and numpy values as msgpack: reading them back can only give data, never run code.
 
 Extension types cover arrays (dtype, shape, bytes), numpy scalars, object arrays and tuples (by elements). A value of any
 other type is refused with its path; nothing is pickled or silently turned into text. Only bytearrays and memoryviews come
@@ -41,19 +41,19 @@ def pack(value: Any, name: str = "") -> bytes:
     except UnsaveableError:
         words = _refusal(value)
     except (ValueError, RecursionError) as error:
-        # Of msgpack, without a path: more than 4 GiB in one value, or nested too deep, as what holds itself is.
+        # msgpack's own, without a path: more than 4 GiB in one value, or too deep, as a value that holds itself.
         words = f": it cannot be saved: {error}"
     raise UnsaveableError(f"{name}{words}".removeprefix(".").removeprefix(": "))
 
 
 def _packed(value: Any) -> bytes:
-    # Strictly: a tuple, and what derives from a plain type, go to ``_extended`` and not out as that type.
+    # Strict: msgpack would write a tuple, or a subclass of a plain type, as that plain type.
     packed: Any = msgpack.packb(value, default=_extended, strict_types=True, unicode_errors=_ERRORS)
     return packed
 
 
 def _extended(value: Any) -> msgpack.ExtType:
-    """A value that msgpack has no type for."""
+    """Pack a value that msgpack has no type for."""
     kind = type(value)
     if kind is tuple:
         return msgpack.ExtType(_TUPLE, _packed(list(value)))
@@ -74,7 +74,7 @@ def _extended(value: Any) -> msgpack.ExtType:
 
 
 def _refusal(value: Any) -> str:
-    """Path and reason of the first value in ``value`` that is refused."""
+    """Return path and reason of the first value in ``value`` that is refused."""
     kind, inside = type(value), ()
     if kind is dict:
         inside = ((f".{key}", each) for key, item in value.items() for each in (key, item))
@@ -93,11 +93,11 @@ def _refusal(value: Any) -> str:
 
 
 UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
-"""what ``unpack`` raises for what ``pack`` does not make"""
+"""errors of ``unpack`` for bytes that ``pack`` does not make"""
 
 
 def unpack(data: bytes) -> Any:
-    """The value that was packed; its arrays can be written, as torch needs it. Raises one of ``UNREADABLE``."""
+    """Return the value that was packed; its arrays are writable, as torch needs them. Raises one of ``UNREADABLE``."""
     return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
 
 

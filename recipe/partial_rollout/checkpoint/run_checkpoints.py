@@ -38,7 +38,7 @@ from msgspec import structs
 from recipe.partial_rollout.checkpoint.manifest import (
     DIRECTORY,
     STEP,
-    ForeignCheckpointError,
+    CheckpointError,
     Manifest,
     TornCheckpointError,
     begin,
@@ -55,7 +55,7 @@ from recipe.partial_rollout.waits import one_line
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's file: verl's save writes the step there, and its own tools read it"""
+"""verl's file of the newest step: verl's save writes it, and verl's own tools read it"""
 _MODEL = "actor"
 """verl's directory of a model within a step directory"""
 _LOCK, _SUPERSEDED = "run.lock", "superseded"
@@ -99,11 +99,11 @@ class RunCheckpoints:
 
     Raises:
         TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
-        ForeignCheckpointError: something else made it.
+        CheckpointError: something else made it.
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
-        # The manager's process writes there, too, and may have another working directory.
+        # The manager's process writes there as well, and may have another working directory.
         self.run_dir = run_dir.absolute()
         self._keep = keep
         self.run = uuid4().hex[:16]
@@ -119,7 +119,7 @@ class RunCheckpoints:
         elif mode != "disable":
             self._choose_newest()
         self.made_of: dict[str, Any] = {}
-        """what a run that resumes from its checkpoints is compared with, by key of the config; filled in from outside"""
+        """facts that a run must match to resume from its checkpoints, by key of the config; the preflight sets them"""
         self._on_disk: int | None = None
         self._kept: list[int] = []
         """steps whose checkpoints ``keep`` applies to, oldest first; saved in each manifest for a process that resumes"""
@@ -168,7 +168,7 @@ class RunCheckpoints:
 
     @property
     def continues(self) -> bool:
-        """Whether this directory's run continues: it neither starts over nor begins from another run's checkpoint."""
+        """Whether the run of this directory continues, instead of starting over or from another run's checkpoint."""
         if self.chosen is None or self.chosen.parent.resolve() != self.run_dir.resolve():
             return False
         tracked = self._tracked()
@@ -214,7 +214,7 @@ class RunCheckpoints:
                 read(step_dir)
             except TornCheckpointError:
                 continue
-            except ForeignCheckpointError:
+            except CheckpointError:
                 pass
             yield step_dir
 
@@ -248,7 +248,7 @@ class RunCheckpoints:
         """Write and seal the checkpoint of ``step``.
 
         Args:
-            in_flight: PR: by part, what writes its state to the path that it is given.
+            in_flight: PR: a function for each part, which writes its state to the path that it is given.
             save_verl: writes verl's part; not called for the step that this process last saved or loaded, if it is still
                 whole: its weights are already on disk, and only what is in flight has changed since.
 
@@ -287,7 +287,7 @@ class RunCheckpoints:
         self._tidy(step_dir, state)
 
     def _tidy(self, step_dir: Path, state: str) -> None:
-        """Remove old checkpoints, replaced states, and unfinished checkpoints without a model."""
+        """Remove checkpoints beyond the limit, and states that a later seal has replaced."""
         if self._keep:
             for step in self._kept[: -self._keep]:
                 shutil.rmtree(self.step_dir(step), ignore_errors=True)
@@ -295,15 +295,12 @@ class RunCheckpoints:
         for path in (step_dir / DIRECTORY).glob("*.state"):
             if not path.stem.endswith(state):
                 path.unlink()
-        for other in self.run_dir.glob("global_step_*"):
-            if (other / DIRECTORY).is_dir() and not (other / _MODEL).is_dir():
-                shutil.rmtree(other)
 
 
 def _is_whole(step_dir: Path) -> bool:
     try:
         return bool(verify(step_dir))
-    except (TornCheckpointError, ForeignCheckpointError):
+    except CheckpointError:
         return False
 
 
@@ -311,7 +308,7 @@ def _is_whole(step_dir: Path) -> bool:
 
 
 def set_aside(paths: Iterable[Path], into: Path) -> None:
-    """Move those of ``paths`` that exist into directory ``into``."""
+    """Move each of ``paths`` that exists into directory ``into``."""
     for path in filter(Path.exists, paths):
         into.mkdir(parents=True, exist_ok=True)
         shutil.move(path, into / path.name)
@@ -340,7 +337,7 @@ def cut_steps(metrics: Path, step: int, aside: Path) -> list[int]:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """While entered, no other process may train in ``run_dir``, which is made; taken back if nothing comes of it.
+    """Keep other processes from training in ``run_dir`` while entered. A directory that it made and that stays empty goes.
 
     Raises:
         ConfigError: another process holds it, or it cannot be written; the message names host and process.
@@ -365,7 +362,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         )
     try:
         if not isinstance(lock, SoftFileLock):
-            # As a soft lock's, which stands in where the file system has no locks.
+            # A soft lock, which stands in where the file system has no locks, writes the same.
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield
     finally:

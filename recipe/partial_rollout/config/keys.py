@@ -1,4 +1,4 @@
-"""How a key is declared, checked and listed.
+"""Declares, checks and lists the keys of ``partial_rollout``.
 
 A section is a frozen dataclass whose fields are made with ``key``, or with ``section`` for the sections inside it. The
 declaration is the only place that knows a key: hydra gets its default from it (``defaults_of``), a user's value is
@@ -40,13 +40,13 @@ class ConfigError(ValueError):
 
 
 def fail(key: str, value: object, allowed: str) -> ConfigError:
-    """The error for ``key``."""
+    """Make the error for ``key``."""
     return ConfigError(f"{key}={value}: {allowed}")
 
 
 @contextmanager
 def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception):
-    """While entered, one of ``errors`` becomes the error for ``key``, which tells it in brackets."""
+    """Turn one of ``errors``, raised while entered, into the error for ``key``, which quotes it in brackets."""
     try:
         yield
     except errors as error:
@@ -55,7 +55,7 @@ def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tu
 
 
 FINITE = sys.float_info.max
-"""at most so much is what may not be infinite, which goes without saying"""
+"""upper limit of a number that may not be infinite; messages leave it out"""
 Positive = Annotated[float, Meta(gt=0, le=FINITE)]
 Whole = Annotated[int, Meta(ge=0)]
 FromOne = Annotated[int, Meta(ge=1)]
@@ -64,7 +64,7 @@ ImportPath = Annotated[str, Meta(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
 """a module and a name in it, joined by a dot"""
 LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
 TEXT = " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
-"""what to do about text that looks like a number"""
+"""hint for text that looks like a number"""
 _NUMBER = re.compile(r"[-+\d.]+(e-?\d+)?")
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
@@ -75,18 +75,18 @@ class Key:
     """A key's declaration."""
 
     name: str = ""
-    """dotted, such as ``deadlines.stall_s``; what ends so is in seconds"""
+    """dotted, such as ``deadlines.stall_s``; the ending ``_s`` says seconds"""
     kind: Any = None
     """type, as annotated; its limits are msgspec's"""
     default: Any
     words: str
     """its meaning, for the README's table"""
     null: str | None = None
-    """what null stands for, if the settings fill it in; for the README's table"""
+    """meaning of null, if the settings fill it in; for the README's table"""
 
 
 _PART = "part"
-"""in the metadata of a section's field: its ``Key``, or the section inside"""
+"""name in the metadata of a section's field, of its ``Key`` or of the section inside"""
 
 
 def key(default: Any, words: str, null: str | None = None) -> Any:
@@ -206,7 +206,7 @@ def allowed(kind: inspect.Type, number: str = "a number") -> str:
 
 
 def no_such(name: str, names: Iterable[str], at: str, why: str = "", otherwise: str = "") -> str:
-    """What is said of key ``name``, which is none of ``names``, all relative to path ``at``, which ends with a dot."""
+    """Describe that ``name`` is none of ``names``, all relative to path ``at``, which ends with a dot."""
     near = nearest(name, list(names))
     return f"no such key{why}" + (f"; did you mean {at}{near}?" if near else otherwise)
 

@@ -231,7 +231,7 @@ class FilterSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> FilterSettings | None:
-        """From the whole config; verl's node may be missing."""
+        """Make it of the whole config, which may lack verl's node."""
         node = OmegaConf.select(config, "algorithm.filter_groups")
         return cls(node.metric, max(0, node.max_num_gen_batches)) if node and node.enable else None
 
@@ -317,13 +317,13 @@ class PartialRolloutConfig:
 
     @property
     def away_s(self) -> float | None:
-        """Longest deadline of what a sample without a slot awaits: a tool or its reward; None: a tool may take any time."""
+        """Longest deadline of a tool or reward that a sample without a slot awaits; None: a tool may take any time."""
         tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
         return tool_s and max(tool_s, self.deadlines.reward_s)
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
-        """From the whole hydra config, whose keys of verl's ``preflight`` checks.
+        """Make the settings of the whole hydra config; ``preflight`` checks verl's keys.
 
         The recipe's flags become bools in ``config``, too: hydra hands words such as ``off`` over as strings.
 
@@ -364,7 +364,7 @@ class PartialRolloutConfig:
         self._check_deadlines()
 
     def _check_deadlines(self) -> None:
-        """A call's deadline must be able to pass before that of what it is part of."""
+        """Check that the deadline of a call can pass before the deadline of whatever it is part of."""
         tool_s, sample_s = self.failures.tool_timeout_s, self.failures.sample_timeout_s
         if tool_s is not None and sample_s is not None and tool_s > sample_s:
             words = f"at most {ROOT}.failures.sample_timeout_s={sample_s:g}, which would end its sample first"
@@ -376,7 +376,7 @@ class PartialRolloutConfig:
 
 
 def register_keys() -> None:
-    """Make known to hydra what conf/partial_rollout.yaml takes the keys and their defaults from.
+    """Register the keys and their defaults with hydra, for conf/partial_rollout.yaml.
 
     Every program calls it before it composes a config of conf/.
     """

@@ -42,7 +42,6 @@ from recipe.partial_rollout.manager.types import (
     SampleOutput,
     Standing,
     StepAccount,
-    VersionStart,
 )
 from recipe.partial_rollout.waits import FirstErrors, ToldError, one_line
 
@@ -83,6 +82,8 @@ class ManagerActor:
         self._store = store
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
         self._policy = settings.scheduling.policy
+        self._carried = 0
+        """groups that were in flight when the version began"""
         self._retries = 0
         """failed samples that wait for their retry"""
         self._errors = FirstErrors()
@@ -130,7 +131,7 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts to offer: what this version, or the next, may need beyond the reserve."""
+        """Number of prompts to offer: those that this version, or the next, may need beyond the reserve."""
         return self._manager.wanted
 
     async def offer(self, prompts: list[Prompt], source_left: int) -> None:
@@ -140,12 +141,18 @@ class ManagerActor:
             self._manager.admit()
         self._wake()
 
-    async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> VersionStart:
+    async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> bool:
         """Begin ``version``: its groups are admitted, and workers may claim.
 
         Where the round was stopped, the trainer may still be updating: claimed samples wait at their workers' gates until
-        the engines hold ``version``. What was interrupted has its slot until it is reported, and is the first to get it
-        again. ``source_left``: prompts that remain in the source after ``prompts``.
+        the engines hold ``version``. An interrupted sample keeps its slot until its worker reports it, and is then the
+        first to get it again.
+
+        Args:
+            source_left: prompts that remain in the source after ``prompts``.
+
+        Returns:
+            Whether the version did not begin, because the data ended with fewer prompts left than a batch needs.
 
         Raises:
             RuntimeError: see ``PromptsManager.begin_version``.
@@ -157,19 +164,19 @@ class ManagerActor:
             self._gauges = manager.gauges()
         garbage.release()
         manager.reserve.offer(prompts, source_left)
-        carried = manager.groups.carried
+        self._carried = manager.groups.carried
         if not manager.exhausted:
             manager.begin_version(version)
             self._wake()
-        return VersionStart(carried, exhausted=manager.exhausted)
+        return manager.exhausted
 
     async def wait_batch(self, stop: bool) -> ReadyBatch | None:
         """Wait until the batch of this version is complete, and take it.
 
         With ``stop`` no sample can be claimed from then on. Without, everything else runs on, and what admission allows is
-        refilled. Returns early with None when dynamic sampling runs low on reserve prompts: offer those that are wanted,
-        and ask again; and if the rollout was suspended: then what the last reports complete goes into the checkpoint. A
-        caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+        refilled. Returns early with None in two cases: dynamic sampling runs low on reserve prompts, so the caller offers
+        those that are wanted and asks again; or the rollout was suspended, so groups that the last reports complete go
+        into the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
 
         Raises:
             RuntimeError: the trainer has this version's batch already, or there is no version yet.
@@ -190,11 +197,11 @@ class ManagerActor:
         if not stop:
             manager.admit()
             self._wake()
-        return ReadyBatch(decided_at, groups)
+        return ReadyBatch(decided_at, groups, self._carried)
 
     async def finish_step(self, uids: list[str]) -> StepAccount:
         """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
-        # The batch's own figures are known only while the trainer has it; the lengths of what was interrupted only now.
+        # The batch's own metrics are known only while the trainer has it, the lengths of interrupted samples only now.
         metrics, self._gauges = self._manager.metrics() | self._gauges, {}
         admitted, filtered = self._manager.groups.train(uids)
         errors, self._new_errors = tuple(self._new_errors), []
@@ -223,7 +230,7 @@ class ManagerActor:
         self._wake()
 
     async def first_errors(self) -> list[str]:
-        """Tracebacks of the errors that workers have told, the first of each kind."""
+        """Tracebacks of the errors that workers have reported, the first of each kind."""
         return self._errors.tracebacks()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -242,7 +249,7 @@ class ManagerActor:
         """Restore the snapshot at ``path``, before the first version.
 
         Raises:
-            TornCheckpointError, ForeignCheckpointError: see ``read_snapshot``.
+            TornCheckpointError, CheckpointError: see ``read_snapshot``.
         """
         state = await asyncio.to_thread(read_snapshot, Path(path))
         restore(self._manager, state)
@@ -285,9 +292,9 @@ class ManagerActor:
             await self._wait_at_most(min(until, patient_until) - now)
 
     async def report(self, report: Report) -> list[Grant]:
-        """Book what happened to a worker's samples; answers with new ones for the slots that came free."""
+        """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
         self._moved_at = time.monotonic()
-        self._book(report)
+        self._apply(report)
         grants = []
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
@@ -295,8 +302,8 @@ class ManagerActor:
         self._wake()
         return grants
 
-    def _book(self, report: Report) -> None:
-        """Have the manager do what has happened.
+    def _apply(self, report: Report) -> None:
+        """Pass the events of ``report`` to the manager.
 
         Raises:
             RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
@@ -317,13 +324,13 @@ class ManagerActor:
                 case Finished(sample_id, output):
                     self._manager.finish(sample_id, output)
                 case Failed(sample_id, error, times):
-                    self._book_failure(report.worker, sample_id, error, times)
+                    self._fail_sample(report.worker, sample_id, error, times)
                 case _:
                     assert_never(event)
         self._manager.counters.failed += report.rescored
         self._manager.counters.retried += report.rescored
 
-    def _book_failure(self, worker: str, sample_id: str, error: str, times: int) -> None:
+    def _fail_sample(self, worker: str, sample_id: str, error: str, times: int) -> None:
         verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:

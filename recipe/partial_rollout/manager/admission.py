@@ -1,4 +1,4 @@
-"""How many new prompts may start, and when a batch is complete: what bounds staleness without dropping anything.
+"""Bounds staleness without dropping anything: how many new prompts may start, and when a batch is complete.
 
 By Little's law mean staleness follows from the number of groups in flight, so admission sets the staleness. ``window``
 and ``april`` fill when a version begins; ``ssim`` refills throughout.
@@ -11,8 +11,9 @@ the version under which its first sample started. Then every group is trained by
 2. *completion*: version v takes its batch only when the groups that remain can be trained in time (``in_time``): of those
    born, for each j >= 0 at most j N have birth + K <= v + j. Until then the trainer waits; nothing is dropped.
 
-A batch always completes. Once all that is born is finished, version v takes the N oldest. Of those born up to w there were
-at most (w + K - v + 1) N left: by 2 for the version before, or by 1 if w = v. Now N fewer are left, which is in time::
+A batch always completes. Once every born group is finished, version v takes the N oldest. For every w <= v, at most
+(w + K - v + 1) N groups with birth <= w were left before that batch (w < v: rule 2 at v - 1; w = v: rule 1). The N oldest
+go, so at most (w + K - v) N stay, which is rule 2::
 
     N = 2, K = 1: at most 4 count. Version 5 begins with two groups born at 4 and two admitted, born at 5.
     Ready: both of 5. Left would be two of birth 4, to be trained by 5: 2 > 0 * 2, so version 5 waits.
@@ -54,8 +55,8 @@ def in_time(births: Mapping[int | None, int], batch: Sequence[int | None], versi
 def pacing_load(kept: int, in_flight: int, batch_groups: int, version: int) -> int:
     """Groups that admission counts: each version trains N of those kept, and its batch counts until the next version.
 
-    Prompts may start while the trainer holds the batch of the present version. Whoever starts in its place is as old as the
-    next version's groups, and would be trained too late::
+    Prompts may start while the trainer holds the batch of the present version. A prompt that starts in place of that batch
+    would share its birth with the groups of the next batch, and exceed the bound::
 
         N = 2, K = 1: at most 4. Version 5 begins with 14 - 2 * 5 = 4 in flight.
         Its batch is taken: 2 are in flight, and 4 count. Two more would be born under version 5, too, and one version
@@ -134,7 +135,7 @@ class Admission:
         if settings.mode is Mode.SSIM:
             fits = unfinished_samples + settings.samples_per_group <= settings.batch_samples
             return fits or counted < settings.batch_groups
-        # ssim's budget of samples already refills the place of a filtered group.
+        # The budget of samples of mode ssim already refills the place of a filtered group.
         if to_replace:
             return True
         in_window = groups.waiting_or_active if settings.mode is Mode.APRIL else counted

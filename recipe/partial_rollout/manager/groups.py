@@ -97,7 +97,7 @@ class Counters:
     trained_groups: int = 0
     trained_tokens: int = 0
     passed_groups: int = 0
-    """trained groups that every group in flight was dispatched after"""
+    """trained groups that were dispatched before every group still in flight"""
     passed_tokens: int = 0
     """response tokens of these"""
     interrupted: int = 0
@@ -105,7 +105,7 @@ class Counters:
     failed: int = 0
     """errors of agent loops"""
     retried: int = 0
-    """failures of these that were answered by a retry"""
+    """of these errors, those after which the sample was retried"""
     masked: int = 0
     """samples that failed for good"""
     filtered_groups: int = 0
@@ -148,7 +148,7 @@ class Groups:
     ready_queue: list[PromptGroup] = field(default_factory=list)
     """READY groups, oldest first and else in dispatch order: the order in which they are trained"""
     trained: dict[int, int] = field(default_factory=dict)
-    """response tokens of the trained groups that one in flight was dispatched before, by dispatch order"""
+    """response tokens of the trained groups that overtook a group still in flight, by dispatch order"""
     taken: dict[str, PromptGroup] = field(default_factory=dict)
     """TAKEN groups, by uid"""
     admitted: list[str] = field(default_factory=list)
@@ -231,7 +231,8 @@ class Groups:
     def train(self, uids: Iterable[str]) -> tuple[list[str], list[FilteredGroup]]:
         """TAKEN -> TRAINED: the trainer has updated on them.
 
-        Returns what else the ledger gets with them: uids of the groups entered, and groups filtered, since the last call.
+        Returns:
+            Uids of the groups entered, and the groups filtered, since the last call; the ledger gets them with the batch.
         """
         for uid in uids:
             group = self.taken.get(uid)
@@ -247,9 +248,9 @@ class Groups:
         for order in [order for order in self.trained if order < oldest]:
             self.counters.passed_groups += 1
             self.counters.passed_tokens += self.trained.pop(order)
-        told = self.admitted, self.filtered
+        new = self.admitted, self.filtered
         self.admitted, self.filtered = [], []
-        return told
+        return new
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:
         if group.state is not _FOLLOWS[state]:

@@ -118,7 +118,7 @@ class PromptsManager:
         self.slots.require(worker)
         if not self.round_open:
             return []
-        # What would be too old after the batch that is trained next must be in it.
+        # A group that would be too old after the next batch must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
         claimed = self.slots.claim(worker, limit, beyond_share=beyond_share)
@@ -148,7 +148,7 @@ class PromptsManager:
         self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:
-        """It needs a slot again, before any new prompt, in its worker, which keeps the conversation; free what it has."""
+        """Free its slot, if it holds one, and queue it before new prompts, for its worker, which keeps its conversation."""
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
@@ -219,7 +219,7 @@ class PromptsManager:
     # -- admission -------------------------------------------------------------------------------------------------
 
     def admit(self, *, version_begins: bool = False) -> int:
-        """Move prompts from the reserve into flight as far as the mode allows; returns how many."""
+        """Admit prompts from the reserve as far as the mode allows; returns how many."""
         admitted, groups = 0, self.groups
         while self.reserve.prompts and self._admission.allows(
             groups,
@@ -346,7 +346,7 @@ class PromptsManager:
     # -- observation -----------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """Of ``metrics`` those that the next version changes by beginning."""
+        """The ``metrics`` that must be read before the next version begins, which changes them."""
         return {
             "inflight/groups": self.groups.in_flight,
             "inflight/samples": len(self.samples.unfinished),

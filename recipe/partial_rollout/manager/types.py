@@ -24,7 +24,7 @@ class SampleState(StrEnum):
     AWAY = "away"
     """Gave its slot back and lives on in its worker, which awaits its reward or a tool: it ends there, or comes back."""
     INTERRUPTED = "interrupted"
-    """Gave its slot back before it ended; its tokens are cached."""
+    """Gave its slot back before it ended, and waits for another one; its tokens are cached."""
     FINISHED = "finished"
     FAILED = "failed"
     """Its agent loop failed and it waits for its retry; if it is not retried, it is masked or ends the run."""
@@ -312,7 +312,7 @@ Event = Added | Parked | Interrupted | Finished | Failed
 
 @dataclass(slots=True)
 class Report:
-    """What happened to a worker's samples, in one message; the worker adds to it until it is sent."""
+    """Events of a worker's samples, sent as one message; the worker adds to it until it is sent."""
 
     worker: str
     events: list[Event] = field(default_factory=list)
@@ -330,15 +330,6 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionStart:
-    """What a policy version begins with."""
-
-    carried_groups: int
-    exhausted: bool = False
-    """the version did not begin, because the data ended with fewer prompts left than a batch needs"""
-
-
-@dataclass(frozen=True, slots=True)
 class Standing:
     """How far an open round is."""
 
@@ -351,17 +342,19 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """What ``wait_batch`` took when it decided that the batch is complete."""
+    """The batch that ``wait_batch`` took when it found it complete."""
 
     decided_at: float
     """unix seconds"""
     groups: list[TakenGroup]
     """the caller fetches their outputs from the store"""
+    carried_groups: int
+    """groups that were in flight when its version began"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """What ``finish_step`` tells about a step that is trained; the ledger must have it before the next checkpoint."""
+    """The manager's part of the record of a trained step; the run's log must have it before the next checkpoint."""
 
     admitted: list[str]
     """uids of the groups admitted since the step before, in order"""
@@ -370,7 +363,7 @@ class StepAccount:
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the batch; its ``gauges`` are those before the next version began"""
     errors: tuple[ToldError, ...] = ()
-    """those that workers have told since the step before, the first of each kind"""
+    """those that workers have reported since the step before, the first of each kind"""
     spared: int = 0
     """groups that dynamic sampling let through since the step before, although all their samples have the same score"""
 

@@ -28,6 +28,7 @@ from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dat
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
+from recipe.partial_rollout.training.schedule import check_schedule
 from recipe.partial_rollout.training.trackers import choose_mode
 from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext.command import foreign_recipe
@@ -116,6 +117,7 @@ def _load(config: DictConfig, settings: PartialRolloutConfig) -> Checked:
         raise fail("data.train_batch_size", batch, f"at most {len(train)}, {words}")
     check_rows(config, settings, train)
     if checkpoints is not None:
+        check_schedule(config, len(train))
         check_made_of_rows(config, checkpoints, train)
     return Checked(settings, checkpoints, tokenizer, processor, (train, val))
 

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
-from recipe.partial_rollout.checkpoint.manifest import ForeignCheckpointError, TornCheckpointError
+from recipe.partial_rollout.checkpoint.manifest import CheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import trainer_devices
@@ -56,7 +56,7 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     keep = claim_retention(trainer.copy(), critic=need_critic(config))
     try:
         checkpoints = RunCheckpoints(run_dir, trainer.resume_mode, trainer.get("resume_from_path"), keep)
-    except (TornCheckpointError, ForeignCheckpointError) as error:
+    except CheckpointError as error:
         raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
     checkpoints.made_of = _made_of(config)
     for key in _LOADED if trainer.get("val_only") else checkpoints.made_of:

@@ -25,7 +25,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
         log-probs of pi_prox, if needed      training/loss.py
         advantages                                                       verl's
         update                               training/loss.py            behaviour weights, trust region
-    finish_step                              rollout/step_book.py        the groups are trained; run.jsonl, metrics
+    finish_step                              rollout/recorder.py         the groups are trained; run.jsonl, metrics
     save, every save_freq steps              checkpoint/run_checkpoints.py   weights and all that is in flight
     load version s into the engines          training/weight_transfer.py
         restart dead replicas                rollout/replicas.py
@@ -64,21 +64,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipe.partial_rollout.manager.actor import RayObjects
-from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup, VersionStart
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
+from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup
 from recipe.partial_rollout.records.run_log import Begin, Phase
 from recipe.partial_rollout.rollout.guard import Guard
-from recipe.partial_rollout.rollout.step_book import StepBatch, booked
-from recipe.partial_rollout.rollout.stop import StopTraining
-from recipe.partial_rollout.waits import result_of
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.session import RunSession
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder, StepBatch
+from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.waits import finished, result_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,49 +92,95 @@ _LAST_WORDS_S = 10.0
 """for the manager's answer when the run has failed"""
 
 
+def connect(
+    settings: PartialRolloutConfig,
+    steps: TrainingSteps,
+    source: PromptSource,
+    control: ServerControl,
+    slots: ReplicaSlots,
+    recorder: Recorder,
+    *,
+    workers: list[Any],
+    spawn: Callable[[], Any],
+    trainers: Sequence[Any],
+    stop: StopSignals,
+) -> Driver:
+    """Start the manager actor, connect the agent-loop workers to it, and drive them.
+
+    Args:
+        workers, spawn, trainers, stop: see ``Guard``. The others: see ``Driver``.
+    """
+    store = RayObjects(settings.deadlines.interrupt_s)
+    # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
+    bounded = settings.group_filter is not None and settings.drain
+    train_groups = steps.last * settings.batch_groups if bounded else None
+    manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
+    guard = Guard(settings, manager, workers, spawn, control, slots, trainers, stop)
+    finished(guard.start())
+    return Driver(settings, steps, source, control, recorder, manager, store, guard)
+
+
+def on_this_node(actor_class: Any) -> Any:
+    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
+
+    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
+    asked for: all of this node's may be taken, and the actor would wait for one.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return actor_class.options(num_cpus=0, scheduling_strategy=here)
+
+
 class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
-        session: of the run, which is open.
+        source: the run's prompts.
+        control: the replicas.
+        recorder: of the run.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         guard: of the agent-loop workers, which are connected to ``manager``.
     """
 
-    def __init__(self, session: RunSession, manager: Any, store: RayObjects, guard: Guard) -> None:
-        self._session, self._control = session, session.control
-        self._stops = not session.settings.separate
+    def __init__(
+        self,
+        settings: PartialRolloutConfig,
+        steps: TrainingSteps,
+        source: PromptSource,
+        control: ServerControl,
+        recorder: Recorder,
+        manager: Any,
+        store: RayObjects,
+        guard: Guard,
+    ) -> None:
+        self._settings, self._steps, self._source = settings, steps, source
+        self._control, self._recorder = control, recorder
+        self._stops = not settings.separate
         """whether the engines stop after each batch"""
         self._manager, self._store, self._guard = manager, store, guard
-        self._servers = self._control.servers
+        self._servers = control.servers
         """replicas that the workers know"""
         self._version = -1
         """the newest that has begun"""
-        self._start = VersionStart(carried_groups=0)
-        """what it began with"""
+        self.exhausted = False
+        """whether the data has ended with fewer prompts left than a batch needs; known once a version has begun"""
         self._batch: StepBatch | None = None
         """with the trainer, until ``finish_step``"""
         self._since = 0.0
         """when the last batch was taken, or the engines first ran (unix seconds)"""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the data has ended with fewer prompts left than a batch needs; known once a version has begun."""
-        return self._start.exhausted
-
     # -- versions --------------------------------------------------------------------------------------------------
 
     async def _begin_version(self, version: int, prompts: list[Prompt]) -> None:
         """Have the manager begin ``version``."""
-        beginning = self._manager.begin_version.remote(version, prompts, self._session.source.left)
-        self._start = await self._guard.wait(beginning, f"beginning policy version {version}")
+        beginning = self._manager.begin_version.remote(version, prompts, self._source.left)
+        self.exhausted = await self._guard.wait(beginning, f"beginning policy version {version}")
         self._version = version
 
     async def _wanted_prompts(self) -> list[Prompt]:
         """Read as many prompts as the manager wants now."""
         what = "asking the manager how many prompts it wants"
-        return self._session.source.take(await self._guard.wait(self._manager.wanted.remote(), what))
+        return self._source.take(await self._guard.wait(self._manager.wanted.remote(), what))
 
     async def _open(self) -> None:
         """Let the workers call the engines."""
@@ -146,7 +198,7 @@ class Driver:
             RuntimeError: the batch of the version before is not trained.
         """
         self._require_trained(f"policy version {version}")
-        runs_on = not self._stops and version < self._session.steps.last
+        runs_on = not self._stops and version < self._steps.last
         prompts = await self._wanted_prompts() if runs_on else []
         await self._control.restart_dead()
         held_at = time.time()
@@ -163,7 +215,7 @@ class Driver:
                 await self._open()
         await self._control.resume()
         if not self._stops:
-            self._session.note_phase("hold", version, held_at, time.time())
+            self._recorder.phase("hold", version, held_at, time.time())
 
     async def _announce_restarted(self) -> None:
         """Tell workers and log of the replicas that were restarted since they were last told."""
@@ -171,8 +223,13 @@ class Driver:
         if servers != self._servers:
             telling = self._guard.ask("use_replicas", servers)
             await self._guard.wait(telling, "announcing restarted replicas", key=None)
-            self._session.log.use_replicas(self._control.addresses)
+            self._recorder.log.use_replicas(self._control.addresses)
             self._servers = servers
+
+    async def sleep_replicas(self) -> None:
+        """Colocated: let the replicas release device memory while the trainer has its batch."""
+        if self._stops:
+            await self._control.sleep()
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -187,13 +244,13 @@ class Driver:
             StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
         """
         self._require_trained("the next batch")
-        asked_at, session = time.time(), self._session
-        session.log.add(Begin(step, asked_at))
+        asked_at, log = time.time(), self._recorder.log
+        log.add(Begin(step, asked_at))
         if self._stops:
             await self._start_round(step)
         elif not self._guard.open:
             raise RuntimeError("no engine runs a sample: no batch can complete")
-        start, began, opened_at = self._start, time.monotonic(), time.time()
+        began, opened_at = time.monotonic(), time.time()
         try:
             ready = await self._ready_batch(step, began)
         except StopTraining:
@@ -206,14 +263,14 @@ class Driver:
             since, waits = asked_at, {"interrupt_s": taken_at - ready.decided_at}
         else:
             since, waits = self._since, {"wait_s": taken_at - asked_at}
-            session.log.add(Phase("wait", step, asked_at, taken_at))
+            log.add(Phase("wait", step, asked_at, taken_at))
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
         groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
-        batch = StepBatch(step, start, groups, since, opened_at, taken_at, waits)
-        batch.check(session.settings.batch_groups, session.settings.failures.max_masked_fraction)
+        batch = StepBatch(step, groups, ready.carried_groups, since, opened_at, taken_at, waits)
+        batch.check(self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
-        if self._stops and step < session.steps.last:
+        if self._stops and step < self._steps.last:
             await self._begin_version(step, await self._wanted_prompts())
         return groups
 
@@ -224,7 +281,7 @@ class Driver:
             if ready is not None:
                 return ready
             prompts = await self._wanted_prompts()
-            offered = self._manager.offer.remote(prompts, self._session.source.left)
+            offered = self._manager.offer.remote(prompts, self._source.left)
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def _start_round(self, step: int) -> None:
@@ -234,12 +291,12 @@ class Driver:
         await self._open()
 
     async def finish_step(self) -> None:
-        """The trainer has updated on its batch: book it. Colocated: afterwards the manager knows every token.
+        """The trainer has updated on its batch: record it. Colocated: afterwards the manager knows every token.
 
         Raises:
             RuntimeError: the trainer has no batch.
         """
-        batch, session = self._batch, self._session
+        batch = self._batch
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         if self._stops:
@@ -258,26 +315,34 @@ class Driver:
         )
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        session.figures.update(booked(session, batch, account, calls))
-        session.figures["failures/workers_restarted_total"] = self._guard.restarted
-        session.figures.update(await session.engine_metrics())
-        if session.slots.reckon(calls):
-            # Samples that are granted keep their slots.
-            resizing = self._manager.resize_workers.remote(session.slots_of_a_worker(len(self._guard)))
-            await self._guard.wait(resizing, "telling the manager of the workers' slots")
+        self._recorder.batch(batch, account, calls)
+        self._recorder.metrics["failures/workers_restarted_total"] = self._guard.restarted
+        await self._recorder.engines()
+        await self._guard.follow_lengths(calls)
         self._batch = None
 
     def _require_trained(self, what: str) -> None:
         if self._batch is not None:
             raise RuntimeError(f"the batch of step {self._batch.step} is not trained: it is too early for {what}")
 
-    async def first_errors(self) -> list[str]:
-        """Tracebacks of what samples and tools have raised, the first of each kind; none if the manager does not tell."""
+    async def explain(self, error: Exception) -> None:
+        """Add to ``error``, which ends the run, the tracebacks of what samples and tools raised, the first of each kind.
+
+        Their errors travel as one line. If the manager does not answer, nothing is added.
+        """
         with contextlib.suppress(Exception):
-            return await asyncio.wait_for(result_of(self._manager.first_errors.remote()), _LAST_WORDS_S)
-        return []
+            asked = result_of(self._manager.first_errors.remote())
+            for traceback in await asyncio.wait_for(asked, _LAST_WORDS_S):
+                error.add_note(f"\nThe first error of its kind in a sample:\n{traceback}")
 
     # -- checkpoints, the end --------------------------------------------------------------------------------------
+
+    def in_flight(self) -> dict[str, Callable[[Path], object]]:
+        """Writers of the parts of a checkpoint that hold what is in flight, by name."""
+        return {
+            "source": lambda path: write_snapshot(path, self._source.state_dict()),
+            "manager": lambda path: finished(self.save(path)),
+        }
 
     async def save(self, path: Path) -> None:
         """Write the manager's state to ``path``, every token decoded so far included.
@@ -298,14 +363,16 @@ class Driver:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
             # Of the step that was trained last.
-            self._session.log.add(Phase("flush", self._version + 1, began, time.time()))
+            self._recorder.log.add(Phase("flush", self._version + 1, began, time.time()))
 
-    async def load(self, path: Path, step: int) -> None:
-        """Restore the state at ``path``, from the checkpoint of ``step``, before the first version."""
+    async def load(self, checkpoints: RunCheckpoints) -> None:
+        """Restore what was in flight at the checkpoint to resume, before the first version."""
+        self._source.load_state_dict(read_snapshot(checkpoints.resumed_state("source")))
+        path = checkpoints.resumed_state("manager")
         await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")
-        if self._session.settings.group_filter is not None and self._stops:
-            # The data may have ended before the checkpoint: ``exhausted`` must say so before the first slot.
-            await self._begin_version(step, await self._wanted_prompts())
+        if self._settings.group_filter is not None and self._stops:
+            # The data may have ended before the checkpoint: ``exhausted`` must say so before the first step.
+            await self._begin_version(checkpoints.resumed_step, await self._wanted_prompts())
 
     async def end(self) -> None:
         """Interrupt what still runs: the training is over."""

@@ -1,13 +1,13 @@
-"""The agent-loop workers of a run, and how the driver waits: with an eye on them.
+"""Supervises the agent-loop workers while the driver waits.
 
-Whatever the driver awaits, the workers' ``serve`` calls are watched. A worker that dies is replaced, and its samples are
-requeued: a single-turn sample goes on from its tokens, a conversation begins anew. A worker that does not answer in time
-is ended, and replaced like one that died. A wait for the batch, which may take an hour, is watched by more, and
-whatever happens first ends it::
+During each wait of the driver the guard watches the workers' ``serve`` calls. It replaces a worker that dies, and requeues
+its samples: a single-turn sample goes on from its tokens, a conversation begins anew. It ends a worker that does not answer
+in time, and replaces it like one that died. During a wait for the batch, which may take an hour, it watches more. The
+first of these events ends that wait::
 
     a trainer dies | the user's stop | the manager does not answer | a worker does not answer | engines and samples stall
 
-Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed now and then.
+Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed once a minute.
 Guarded waits do not nest.
 """
 
@@ -16,16 +16,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 from tqdm import tqdm
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import RolloutFailedError, Standing
-from recipe.partial_rollout.rollout.replicas import Load, decoded_between
+from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.rollout.replicas import Load, ServerControl, decoded_between
+from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import (
     START_S,
     NoAnswerError,
@@ -36,9 +40,6 @@ from recipe.partial_rollout.waits import (
     wait,
     whole,
 )
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.session import RunSession
 
 T = TypeVar("T")
 
@@ -63,21 +64,37 @@ class TrainerLostError(RuntimeError):
 
 
 class Guard:
-    """Waits with deadlines; names, asks and replaces the workers.
+    """Waits with deadlines; asks the workers, and replaces those that die.
 
     Args:
-        session: of the run.
         manager: handle of the manager actor.
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces a worker.
+        control, slots: the replicas, and the slots that the workers share.
+        trainers: handles of the trainer workers, in the order of their ranks.
+        stop: the signals that end the run.
     """
 
-    def __init__(self, session: RunSession, manager: Any, workers: list[Any], spawn: Callable[[], Any]) -> None:
-        self._session = session
-        self._deadlines = session.settings.deadlines
+    def __init__(
+        self,
+        settings: PartialRolloutConfig,
+        manager: Any,
+        workers: list[Any],
+        spawn: Callable[[], Any],
+        control: ServerControl,
+        slots: ReplicaSlots,
+        trainers: Sequence[Any],
+        stop: StopSignals,
+    ) -> None:
+        self._settings = settings
+        self._deadlines = settings.deadlines
         self._manager = manager
         self._workers = workers
         self._spawn = spawn
+        self._control = control
+        self._slots = slots
+        self._trainers = trainers
+        self._stop = stop
         self.restarted = 0
         """workers replaced since the start of the run"""
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
@@ -127,9 +144,9 @@ class Guard:
             TimeoutError: the manager does not answer.
         """
         looks = (
-            self._session.stop.watch(),
-            *(self._watch_trainer(rank, trainer) for rank, trainer in enumerate(self._session.trainers)),
-            watch_round(self._session, step, began, self._look),
+            self._stop.watch(),
+            *(self._watch_trainer(rank, trainer) for rank, trainer in enumerate(self._trainers)),
+            watch_round(self._control, self._settings.batch_groups, step, began, self._look),
         )
         return await self.wait(batch, "the round", None, looks)
 
@@ -155,7 +172,7 @@ class Guard:
                 await answer_of(lambda: result_of(trainer.__ray_ready__.remote()))
             except RayActorError as error:
                 raise TrainerLostError(
-                    f"trainer {rank} of {len(self._session.trainers)} died during the round: {one_line(error)}"
+                    f"trainer {rank} of {len(self._trainers)} died during the round: {one_line(error)}"
                 ) from error
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -181,9 +198,8 @@ class Guard:
         await asyncio.gather(*[self._start(i) for i in range(len(self))])
 
     async def _start(self, i: int) -> None:
-        worker, session, count = self._workers[i], self._session, len(self)
-        slots, servers = session.slots_of_a_worker(count), session.control.servers
-        connecting = worker.connect.remote(self._names[i], self._manager, slots, servers, i / count)
+        slots, share = self._slots.of_a_worker(len(self)), i / len(self)
+        connecting = self._workers[i].connect.remote(self._names[i], self._manager, slots, self._control.servers, share)
         await wait(connecting, START_S, f"starting {self._names[i]}")
         self._serve(i)
 
@@ -205,11 +221,11 @@ class Guard:
         if not isinstance(error, RayActorError):
             raise WorkerLostError(f"{name} failed during {what}: {one_line(error)}") from error
         why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
-        if self._session.stop.asked:
+        if self._stop.asked:
             logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await self._release(name))
             self._serving[i] = None
             return
-        limit = self._session.settings.failures.worker_restarts
+        limit = self._settings.failures.worker_restarts
         if self.restarted == limit:
             raise WorkerLostError(
                 f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={limit})"
@@ -230,6 +246,12 @@ class Guard:
         what = f"requeuing the samples of {worker}"
         return await wait(self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s")
 
+    async def follow_lengths(self, calls: Sequence[EngineCall]) -> None:
+        """Fit the slots to the ``calls`` of a step. Samples that are granted keep theirs."""
+        if self._slots.update(calls):
+            resizing = self._manager.resize_workers.remote(self._slots.of_a_worker(len(self)))
+            await self.wait(resizing, "telling the manager of the workers' slots")
+
     # -- questions to the workers ----------------------------------------------------------------------------------
 
     async def open_round(self) -> None:
@@ -243,7 +265,7 @@ class Guard:
         await self.ask("close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """The answers of the living workers to a question that may be asked twice; within a guarded wait.
+        """Have every living worker run ``verb``, which may be repeated; returns their answers. Within a guarded wait.
 
         A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced. One that starts may take
         longer, and is asked nothing.
@@ -253,11 +275,11 @@ class Guard:
         return [answer for answers in found for answer in answers]
 
     async def _answer(self, i: int, verb: str, *args: Any) -> list[Any]:
-        """The answer of worker ``i``; none if it is lost. Once the user has asked to stop it has less time for it."""
+        """The answer of worker ``i``; none if it is lost. It has less time for it once a signal has come."""
         worker, limit_s, began = self._workers[i], self._deadlines.interrupt_s, time.monotonic()
         asking = answer_of(lambda: result_of(getattr(worker, verb).remote(*args)))
         try:
-            return [await wait(asking, limit_s, verb, "interrupt_s", watches=[self._session.stop.grace()])]
+            return [await wait(asking, limit_s, verb, "interrupt_s", watches=[self._stop.grace()])]
         except RayActorError:
             return []
         except NoAnswerError:
@@ -273,28 +295,33 @@ class Guard:
 
 
 async def watch_round(
-    session: RunSession, step: int, began: float, look: Callable[[bool], Awaitable[Standing]] | None = None
+    control: ServerControl,
+    batch_groups: int,
+    step: int,
+    began: float,
+    look: Callable[[bool], Awaitable[Standing]] | None = None,
 ) -> NoReturn:
     """Show how far the round of ``step`` is, for ever: below verl's progress bar on a terminal, else printed.
 
     Args:
         began: when, ``time.monotonic``.
-        look: asks the manager; it is told whether an engine has made tokens since it was asked before. None under noPR.
+        look: asks the manager how far the round is; its argument says whether an engine has made tokens since the last
+            time. None under noPR.
     """
-    seen = await session.control.load()
+    seen = await control.load()
     shown, shown_at = dict(seen), time.monotonic()
     # tqdm switches it off where there is no terminal.
     with tqdm(total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True, disable=None) as bar:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            load = await session.control.load()
+            load = await control.load()
             standing = await look(decoded_between(seen, load) > 0) if look else None
             seen |= load
             now = time.monotonic()
             if bar.disable and now < shown_at + _LOG_S:
                 continue
             rate = decoded_between(shown, load) / (now - shown_at) if shown and load else None
-            line = round_line(step, now - began, session.settings.batch_groups, standing, load, rate)
+            line = round_line(step, now - began, batch_groups, standing, load, rate)
             if bar.disable:
                 tqdm.write(line)
             else:

@@ -8,17 +8,42 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import Prompt
 
-if TYPE_CHECKING:
-    from recipe.partial_rollout.rollout.session import RunSession
+
+@dataclass(frozen=True, slots=True)
+class TrainingSteps:
+    """The steps of a training, those before a resumed checkpoint included.
+
+    >>> TrainingSteps(per_epoch=10, epochs=2, last=15).data
+    20
+    """
+
+    per_epoch: int
+    epochs: int
+    last: int
+    """at most ``data``"""
+
+    @property
+    def data(self) -> int:
+        """Steps that the data suffices for."""
+        return self.per_epoch * self.epochs
+
+    def offered(self, settings: PartialRolloutConfig) -> int:
+        """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
+
+        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
+        """
+        return self.last if settings.drain and settings.group_filter is None else self.data
 
 
 class PromptSource:
@@ -113,30 +138,3 @@ def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     fields = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
     size = len(next(iter(fields.values())))
     return [{key: value[i] for key, value in fields.items()} for i in range(size)]
-
-
-class SlotLoader:
-    """Stands in for the dataloader in verl's ``fit`` under PR: N empty slots for each step of ``session`` that is left.
-
-    The prompts of a step are known only once its round is over; the agent-loop manager then fills the slots.
-    """
-
-    def __init__(self, session: RunSession) -> None:
-        self._session = session
-
-    def __len__(self) -> int:
-        return self._session.steps.per_epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """An epoch, or what is left of the one in which the run was resumed."""
-        for _ in range(self._session.completed_step % len(self), len(self)):
-            if self._session.driver.exhausted:
-                return
-            yield {"slot": torch.arange(self._session.settings.batch_groups).unsqueeze(1)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """No state: the prompt source keeps the position in the data."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``state_dict``."""

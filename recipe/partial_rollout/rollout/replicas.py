@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class ServerControl:
     """Interrupts, holds, resumes and restarts a set of replicas.
 
-    A replica that dies is left out from its first failure on, and the others take over its samples. ``restart_dead``
-    brings it back before the next weight sync, which gives it the trainer's weights. So every request to all replicas
-    must go through here, including those of verl's ``fit``.
+    A replica whose death an interrupt, hold, resume, sleep or health check notices is left out from then on. Each worker
+    moves its samples to the others. ``restart_dead`` brings it back before the next weight sync, which gives it the
+    trainer's weights. So every request to all replicas must go through here, including those of verl's ``fit``.
 
     Args:
         replicas: as ``engine/replica`` makes them.
@@ -84,10 +84,10 @@ class ServerControl:
         await self._all("putting to sleep", lambda replica: replica.sleep())
 
     async def load(self) -> Load:
-        """What the replicas run and have decoded, of those that answer.
+        """Requests and decoded tokens of the replicas that answer.
 
-        Of another the log says why, once in a row; its death surfaces where its answer to a request is awaited, or at the
-        next interruption.
+        A warning says why another does not answer, once until it answers again. Its death is noticed at the next request
+        that must succeed, an interruption at the latest.
         """
         answers = await self._asked("load")
         silent = {address: load for address, load in answers.items() if isinstance(load, BaseException)}

@@ -14,6 +14,7 @@ if all samples reach their cap. Kept for the whole run, that would cost a quarte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from tqdm import tqdm
@@ -33,11 +34,14 @@ class ReplicaSlots:
         most: ``partial_rollout.slots_per_replica`` where ``given``, else ``rollout.max_num_seqs``.
         kv_tokens: tokens that the smallest KV cache of all replicas holds; None: unknown.
         prompt, response: tokens of the longest that the configuration allows.
+        replicas: how many there are.
     """
 
-    def __init__(self, most: int, *, given: bool, kv_tokens: int | None, prompt: int, response: int) -> None:
+    def __init__(
+        self, most: int, *, given: bool, kv_tokens: int | None, prompt: int, response: int, replicas: int = 1
+    ) -> None:
         self._most, self._given, self._kv_tokens = most, given, kv_tokens
-        self._prompt, self._response = prompt, response
+        self._prompt, self._response, self._replicas = prompt, response, replicas
         self._guess = prompt + -(-response // 2)
         """tokens that a sample holds on average if it reaches its cap"""
         self.per_replica = most if given or kv_tokens is None else self._that_fit(self._guess)
@@ -45,6 +49,15 @@ class ReplicaSlots:
     def _that_fit(self, tokens: float) -> int:
         assert self._kv_tokens is not None
         return min(self._most, max(1, int(self._kv_tokens / tokens)))
+
+    @property
+    def total(self) -> int:
+        """Slots of all replicas."""
+        return self.per_replica * self._replicas
+
+    def of_a_worker(self, workers: int) -> int:
+        """The share of all slots that each of ``workers`` has."""
+        return math.ceil(self.total / workers)
 
     def describe(self) -> str:
         """One line: what was chosen before the first round, and why."""
@@ -64,7 +77,7 @@ class ReplicaSlots:
             f"samples, and further ones are preempted; partial_rollout.slots_per_replica=null follows the KV cache)"
         )
 
-    def reckon(self, calls: Iterable[EngineCall]) -> bool:
+    def update(self, calls: Iterable[EngineCall]) -> bool:
         """Adjust the slots to the calls of a step; returns whether they changed, which a line says."""
         if self._given or self._kv_tokens is None:
             return False

@@ -39,7 +39,7 @@ class StopTraining(Exception):
 class EndNow(KeyboardInterrupt, SystemExit):
     """Ends the process with its exit code; ``StopTraining`` is the way in which nothing is lost.
 
-    A ``KeyboardInterrupt``, which Ray lets through from within its waits: of a ``SystemExit`` it aborts, with a stack dump.
+    Ray passes a ``KeyboardInterrupt`` on from within its waits. On a ``SystemExit`` it aborts with a stack dump.
     """
 
     def __init__(self, number: int) -> None:
@@ -131,7 +131,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            # A forked child, as of a pool, which ends its processes by SIGTERM; a key or a hangup is its parent's affair.
+            # A forked child, such as a pool's, which is ended by SIGTERM. Ctrl-C and SIGHUP are left to the parent.
             if number == signal.SIGTERM:
                 self._set_handler(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

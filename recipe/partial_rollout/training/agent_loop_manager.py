@@ -1,4 +1,4 @@
-"""verl's agent-loop manager: noPR's with an account of its phases, and PR's, whose batches come from the driver.
+"""verl's agent-loop manager for both arms: noPR's records its rounds, PR's takes its batches from the driver.
 
 PR's finished groups become verl's ``DataProto`` here; padding happens here and nowhere earlier. The batch contract
 (B = groups * samples, P = rollout.prompt_length, R = rollout.response_length):
@@ -17,9 +17,9 @@ rollout_versions   [B, R]    int32   policy version of each generated token; -1 
 rm_scores          [B, R]    float32 the score at the last generated token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
-Non-tensor fields: of the dataset row what it is scored by (all of it, when a reward model scores later), ``uid`` (the
-slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty), the reward's
-extra information and the agent loop's extra fields.
+Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
+``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty),
+the reward's extra information and the agent loop's extra fields.
 Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
 """
 
@@ -35,20 +35,19 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopMetrics
 from verl.protocol import DataProto
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.ray_utils import auto_await
 
-from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
-from recipe.partial_rollout.rollout.driver import Driver
-from recipe.partial_rollout.rollout.guard import Guard, watch_round
-from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.rollout.step_book import noted, tell_failed
+from recipe.partial_rollout.rollout.driver import Driver, on_this_node
+from recipe.partial_rollout.rollout.guard import watch_round
+from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder, tell_failed
+from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.reward_info import info_columns, objects, on_generated_tokens, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
@@ -58,20 +57,19 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
-"""what verl's trainer has of the dataset row of a scored sample: other columns may be named like what is its own"""
+"""columns of the dataset that verl's trainer gets of a scored sample; others may have the name of a column of its own"""
 _IDENTITY = ("raw_prompt", "index")
 """columns by which the report knows a prompt again; a dataset of the user's own may have neither"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
-    """noPR: verl's manager and workers make the batches; the cost of each rollout phase is noted.
+    """noPR: verl's manager and workers make the batches; the rounds are recorded.
 
-    verl constructs it before the trainer has all its parts; ``connect`` makes what needs them.
+    verl constructs it before the trainer has the parts of the run; ``connect`` brings them.
     """
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
-    session: RunSession
     on_batch: Callable[[DataProto, int], None] = staticmethod(lambda batch, step: None)
     """called with each batch for training and its step"""
 
@@ -80,50 +78,50 @@ class ObservedAgentLoopManager(AgentLoopManager):
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)
 
-    def connect(self, session: RunSession, pad_id: int) -> None:
-        """Observe the run of ``session``; call it once, after the workers are up.
+    def connect(self, recorder: Recorder, steps: TrainingSteps, stop: StopSignals) -> None:
+        """Record the run; call it once, after the workers are up.
 
         Args:
-            pad_id: token id of the padding.
+            steps: of the training.
+            stop: the signals that end a validation.
         """
-        self.session = session
+        self.recorder, self._steps, self._stop = recorder, steps, stop
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """``AgentLoopManager.generate_sequences``, observed.
+        """Have verl generate, and record the round or the validation.
 
         Raises:
             StopTraining: the user asked for it during a validation.
         """
         if prompts.meta_info.get("validate", False):
-            output = await self._validate(prompts, super().generate_sequences(prompts))
-            return output
+            return await self._validate(prompts, super().generate_sequences(prompts))
         step, start = prompts.meta_info["global_steps"], time.time()
-        showing = watch_round(self.session, step, time.monotonic())
+        recorder, batch_groups = self.recorder, self.recorder.settings.batch_groups
+        showing = watch_round(recorder.control, batch_groups, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         spread_infos(output, validate=False)
         self.on_batch(output, step)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
-        self.session.figures.update(self._note(phase, prompts, output))
-        self.session.figures.update(await self.session.engine_metrics())
-        self.session.slots.reckon(phase.calls)
+        recorder.round(self._round(phase, prompts, output))
+        await recorder.engines()
+        recorder.slots.update(phase.calls)
         return output
 
     async def _validate(self, prompts: DataProto, generated: Awaitable[DataProto]) -> DataProto:
         start = time.time()
-        output = await wait(generated, None, "validation", None, watches=[self.session.stop.watch()])
+        output = await wait(generated, None, "validation", None, watches=[self._stop.watch()])
         self._leave_out_failed(output)
-        end = time.time()
-        if not self.session.settings.enable:
-            # The next batch's are counted from here; PR's driver knows its own by their names.
+        self.recorder.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, time.time()))
+        if not self.recorder.settings.enable:
+            # Or the next round would count the calls of this validation. PR's driver knows its own by their names.
             await self._take_calls()
-        self.session.log.add(Phase("validate", prompts.meta_info.get("global_steps", 0), start, end))
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         """The engine calls of all workers that ended since they were last taken."""
         asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
-        deadline_s = self.session.settings.deadlines.interrupt_s
+        deadline_s = self.recorder.settings.deadlines.interrupt_s
         lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
@@ -133,24 +131,23 @@ class ObservedAgentLoopManager(AgentLoopManager):
         Raises:
             RolloutFailedError: they are too many.
         """
-        # A colocated reward model scores this batch later.
+        # A colocated reward model scores this batch later, and must know that it is a validation's.
         output.meta_info["validate"] = True
         spread_infos(output, validate=True)
         errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
-        tell_failed(errors, len(output), self.session.settings.failures.max_masked_fraction, validate=True)
-        failed = "failures/validation_samples"
-        self.session.figures[failed] = self.session.figures.get(failed, 0) + len(errors)
+        tell_failed(errors, len(output), self.recorder.settings.failures.max_masked_fraction, validate=True)
+        metrics, failed = self.recorder.metrics, "failures/validation_samples"
+        metrics[failed] = metrics.get(failed, 0) + len(errors)
 
-    def _note(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> dict[str, float]:
-        """Note a phase of noPR, in which every sample started and ended, under one version."""
-        settings = self.session.settings
+    def _round(self, phase: RolloutPhase, prompts: DataProto, output: DataProto) -> Round:
+        """Make the record of a round of noPR, in which every sample started and ended under one version."""
+        settings = self.recorder.settings
         step = prompts.meta_info["global_steps"]
         lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
-        epoch_groups = self.session.steps.per_epoch * size
-        columns = prompts.non_tensor_batch
-        identity = {key: columns[key] for key in _IDENTITY if key in columns}
+        epoch_groups = self._steps.per_epoch * size
+        identity = {key: column for key, column in prompts.non_tensor_batch.items() if key in _IDENTITY}
         trained = []
         for i in range(size):
             order = (step - 1) * size + i
@@ -166,7 +163,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     tokens=sum(tokens[rows]),
                 )
             )
-        return noted(self.session, Round(step=step, phase=phase, trained=trained))
+        return Round(step=step, phase=phase, trained=trained)
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
@@ -175,51 +172,30 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
 
-    def connect(self, session: RunSession, pad_id: int) -> None:
-        """Start the manager actor, the workers' claim loops and the driver; called once, after the workers are up."""
-        settings = session.settings
-        self.session, self._pad_id = session, pad_id
-        store = RayObjects(settings.deadlines.interrupt_s)
-        # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
-        bounded = settings.group_filter is not None and settings.drain
-        train_groups = session.steps.last * settings.batch_groups if bounded else None
-        manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
-        guard = Guard(session, manager, self.agent_loop_workers, self._spawn)
-        session.driver = Driver(session, manager, store, guard)
-        auto_await(guard.start)()
+    def drive(self, driver: Driver, pad_id: int) -> None:
+        """Take the batches from ``driver``; ``pad_id`` is the token id of the padding. Call it once, after ``connect``."""
+        self._driver, self._pad_id = driver, pad_id
 
-    def _spawn(self) -> Any:
-        """A new worker, made as in verl's ``_init_agent_loop_workers``, but on the driver's node."""
+    def spawn(self) -> Any:
+        """Make a worker as verl's ``_init_agent_loop_workers`` does, but on the driver's node."""
         return on_this_node(self.agent_loop_workers_class).remote(  # type: ignore[attr-defined]
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Validation: verl's own. Training: the driver's next batch; row i belongs to slot i // rollout.n."""
+        """Return verl's own validation, or the driver's next batch, whose row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
-            output = await super().generate_sequences(prompts)
-            return output
+            return await super().generate_sequences(prompts)
         step = int(prompts.meta_info["global_steps"])
-        groups = await self.session.driver.next_batch(step)
+        groups = await self._driver.next_batch(step)
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
         self.on_batch(batch, step)
-        outputs = [output for group in groups for output in group.outputs]
-        metrics = [AgentLoopMetrics.model_validate(output.metrics).model_dump() for output in outputs]
-        batch.meta_info["timing"] = self._performance_metrics([metrics], batch)
+        timings = [AgentLoopMetrics.model_validate(o.metrics).model_dump() for group in groups for o in group.outputs]
+        batch.meta_info["timing"] = self._performance_metrics([timings], batch)
         return batch
-
-
-def on_this_node(actor_class: Any) -> Any:
-    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
-
-    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
-    asked for: all of this node's may be taken, and the actor would wait for one.
-    """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return actor_class.options(num_cpus=0, scheduling_strategy=here)
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------------
@@ -259,25 +235,25 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
 
 
 def _non_tensors(
-    groups: Sequence[TakenGroup], slot_uids: Sequence[str], *, scored: bool
+    samples: Sequence[tuple[str, dict[str, Any], SampleOutput]], *, scored: bool
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    rows = [group.row for group in groups for _ in group.outputs]
-    outputs = [output for group in groups for output in group.outputs]
+    """The columns of ``samples``, and the names of those that the reward gave."""
+    uids, rows, outputs = zip(*samples, strict=True)
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.
-    kept = [key for key in groups[0].row if key in _SCORED_BY or not scored]
+    kept = [key for key in rows[0] if key in _SCORED_BY or not scored]
     fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in kept}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
     fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys, key=str)})
     fields.update(infos)
-    fields["uid"] = objects([uid for uid, group in zip(slot_uids, groups, strict=True) for _ in group.outputs])
+    fields["uid"] = objects(uids)
     fields["__num_turns__"] = np.array([o.num_turns for o in outputs], dtype=np.int32)
     fields["multi_modal_inputs"] = objects([{} for _ in outputs])
     return fields, list(infos)
 
 
 def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[SampleOutput, ...]:
-    """``outputs`` of a group as the batch holds them: masked ones with a sibling's prompt, cut to the width.
+    """Give masked ``outputs`` of a group a sibling's prompt, and cut them to the width of the batch.
 
     The turns of a sample that failed may have made more tokens than a response holds.
     """
@@ -294,7 +270,7 @@ def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[Samp
 def assemble_batch(
     groups: Sequence[TakenGroup], slot_uids: Sequence[str], prompt_length: int, response_length: int, pad_id: int
 ) -> DataProto:
-    """The training batch of ``groups``, in their order.
+    """Make the training batch of ``groups``, in their order.
 
     Args:
         slot_uids: one per group, as verl's ``fit`` named its slots.
@@ -306,10 +282,13 @@ def assemble_batch(
     sizes = {len(group.outputs) for group in groups}
     if len(sizes) != 1:
         raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
-    groups = [replace(g, outputs=_fitted(g.outputs, response_length)) for g in groups]
-    outputs = [output for group in groups for output in group.outputs]
-    tensors = _tensors(outputs, prompt_length, response_length, pad_id)
+    samples = [
+        (uid, group.row, output)
+        for uid, group in zip(slot_uids, groups, strict=True)
+        for output in _fitted(group.outputs, response_length)
+    ]
+    tensors = _tensors([output for _, _, output in samples], prompt_length, response_length, pad_id)
     scored = "rm_scores" in tensors.keys()  # noqa: SIM118
-    non_tensors, extra_keys = _non_tensors(groups, slot_uids, scored=scored)
+    non_tensors, extra_keys = _non_tensors(samples, scored=scored)
     meta = {"reward_extra_keys": extra_keys} if scored else {}
     return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)

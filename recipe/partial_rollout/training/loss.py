@@ -95,7 +95,7 @@ def weight_level(loss_mode: str) -> WeightLevel:
 def worker_loss(
     actor: DictConfig, settings: PartialRolloutConfig, policy: ProximalPolicy
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
-    """``corrected_ppo_loss`` for a run: what the actor workers get; ``actor`` is verl's config of the actor."""
+    """Return the loss of a run's actor workers; ``actor`` is verl's config of the actor."""
     region = BehaviourRegion.of(settings, actor)
     return partial(corrected_ppo_loss, config=config_of(actor), policy=policy, region=region)
 
@@ -181,10 +181,10 @@ def _divisible(data: TensorDict) -> TensorDict:
 def _weighted(
     policy: ProximalPolicy, padded: TensorDict, current: torch.Tensor, *, recomputed: bool
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Behaviour weights [B, R] of the policy that the update starts from, None for none, and what to report [B, R].
+    """Return the behaviour weights [B, R] of the policy before the update, None for none, and metrics [B, R].
 
     Args:
-        current: [B, R], its log-probs. recomputed: whether the batch has those that verl recomputed.
+        current: [B, R], the log-probs of that policy. recomputed: whether the batch has those that verl recomputed.
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
@@ -232,7 +232,8 @@ class BehaviourRegion:
         auto = settings.correction is not Correction.NONE and not per_sequence
         if not {TrustRegion.AUTO: auto, TrustRegion.NONE: False, TrustRegion.MASK: True}[settings.trust_region]:
             return None
-        low, high = settings.trust_region_bounds or clip_bounds(actor)
+        bounds = settings.trust_region_bounds or (actor.clip_ratio_low, actor.clip_ratio_high)
+        low, high = (actor.clip_ratio if bound is None else bound for bound in bounds)
         return cls(low, high, per_sequence)
 
     def outside(
@@ -250,12 +251,6 @@ class BehaviourRegion:
             )
         ratio = delta.exp()
         return (mask > 0) & ((ratio > 1 + self.high) & (advantages > 0) | (ratio < 1 - self.low) & (advantages < 0))
-
-
-def clip_bounds(actor: DictConfig | ActorConfig) -> tuple[float, float]:
-    """``clip_ratio_low`` and ``clip_ratio_high`` of verl's actor config, each ``clip_ratio`` where it is None."""
-    low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    return actor.clip_ratio if low is None else low, actor.clip_ratio if high is None else high
 
 
 def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -287,7 +282,7 @@ def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def needs_pass(config: DictConfig) -> bool:
-    """Whether a composed config needs verl's pass over the batch, because the update's own does not do.
+    """Return whether ``config`` needs verl's pass over the batch besides the update's own.
 
     Later updates of a batch start from other weights. Rejection, the KL penalty on rewards and some estimators read the
     log-probs; normalised weights are those of the whole batch, of which the loss sees one micro-batch; LoRA's dropout
@@ -308,7 +303,7 @@ def needs_pass(config: DictConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProximalPolicy:
-    """Where a run's proximal log-probs come from, and how its tokens are weighed; trainer and loss have the same."""
+    """The source of a run's proximal log-probs, and the weights of its tokens. Trainer and loss share one."""
 
     from_update: bool
     """whether the update's forward pass gives them, and the loss makes the weights"""
@@ -321,7 +316,7 @@ class ProximalPolicy:
 
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
-        """That of a run; ``config`` is checked, or one of noPR, whose loss is verl's."""
+        """Derive it from a checked config. noPR's loss is verl's."""
         if not settings.enable:
             return cls(from_update=False, level=None, threshold=None)
         correction = config.algorithm.rollout_correction
@@ -333,7 +328,7 @@ class ProximalPolicy:
 
 
 def logged(data: dict[str, Any]) -> dict[str, Any]:
-    """verl's metrics of a step; the loss's have the names by which they are logged."""
+    """Rename the loss's metrics in ``data``, verl's metrics of a step, and derive the ratios of their means."""
     found = {key.removeprefix(REPORTED_AS): value for key, value in data.items()}
     if (square := found.pop(WEIGHT_SQUARE, None)) is not None:
         # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.

@@ -1,4 +1,4 @@
-"""The scores of a batch and what rewards return beside them: samples may have different keys, and values of any type.
+"""Scores of a batch and the extra information of its rewards, whose keys and types may differ between samples.
 
 verl takes the keys of the first sample, and its means want numbers. Between worker and trainer each sample has its
 dictionary (``reward_extra_info``); columns are made where all samples of a batch, or of a whole validation, are known.
@@ -21,7 +21,7 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, rena
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """An array of objects, [len(values)], whatever they are."""
+    """Return an array of objects, [len(values)], also where ``values`` are sequences of one length."""
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)
     return array
@@ -45,9 +45,9 @@ def on_generated_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> to
 
 
 def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """A column for each key that any of ``infos`` has, a row for each of them.
+    """Make a column of each key that any of ``infos`` has, with a row for each of them.
 
-    It holds numbers, as verl's does, if every row has one; else objects, None where a sample lacks the key.
+    A column holds numbers, as verl's does, if every row has one; else objects, None where a sample lacks the key.
 
     >>> columns = info_columns([{"acc": 1.0, "pred": 12}, {"acc": 0.5, "pred": None}, {"acc": 0, "limit": "cpu"}])
     >>> {key: column.tolist() for key, column in columns.items()}
@@ -61,9 +61,9 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:
-    """Give a batch of verl's manager its columns, and put its scores where they train.
+    """Make the columns of a batch of verl's manager, and move its scores to tokens that train.
 
-    A validation's columns are made later, of all its batches (``per_sample``).
+    A validation keeps its dictionaries until all of its batches are known (``per_sample``).
     """
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
     batch.non_tensor_batch.update(columns)
@@ -74,7 +74,7 @@ def spread_infos(batch: DataProto, *, validate: bool) -> None:
 
 
 def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataProto:
-    """Score ``batch`` by a reward model that shares its devices with the engines, which sleep; for verl to add to it.
+    """Return the scores of ``batch`` by a reward model on the devices of the engines, which sleep.
 
     Args:
         manager: verl's ``RewardLoopManager``.
@@ -85,34 +85,35 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
         TimeoutError: the scores are late.
     """
     deadline_s = reward_s * math.ceil(len(batch) / len(manager.reward_loop_workers))
-    what = "the scores of the colocated reward model"
     scoring = in_thread(partial(manager.compute_rm_score, batch))
-    scored = finished(wait(scoring, deadline_s, what, "reward_s"))
+    scored = finished(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
     scores = scored.batch["rm_scores"]
     if not scores.isfinite().all():
         raise RewardError("the colocated reward model gave a score that is no finite number")
     if not batch.meta_info.get("validate"):
         scored.batch["rm_scores"] = on_generated_tokens(scores, batch.batch["response_mask"])
         return scored
-    infos = []
-    for i, info in enumerate(batch.non_tensor_batch[REWARD_INFO]):
-        infos.append({**info, **{key: column[i] for key, column in scored.non_tensor_batch.items()}})
-        if "sample_error" in info:
-            # The sample failed in its rollout: no mean counts it.
-            scores[i] = math.nan
+    infos = [
+        {**info, **{key: column[i] for key, column in scored.non_tensor_batch.items()}}
+        for i, info in enumerate(batch.non_tensor_batch[REWARD_INFO])
+    ]
     batch.non_tensor_batch[REWARD_INFO] = objects(infos)
+    # No mean counts a sample that failed in its rollout.
+    scores[torch.tensor(["sample_error" in info for info in infos])] = math.nan
     return DataProto(scored.batch, {}, {"reward_extra_keys": [REWARD_INFO]})
 
 
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """verl's lists of a validation, one entry a sample, with one for each key of the rewards."""
+    """Replace the dictionaries in verl's lists of a validation by a list for each key of the rewards."""
     rest = {key: values for key, values in infos.items() if key != REWARD_INFO}
     return {**{key: column.tolist() for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
 
 
 def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:
-    """``infos`` as verl's validation can average them: what is no number in a data source is text, which it skips, and so
-    is a sample without a score.
+    """Return ``infos`` as verl's validation can average them.
+
+    verl skips text and None. Where a key has a value in a data source that is no number, all its values there become text.
+    A sample without a score has None.
 
     >>> averaged({"reward": [1.0, math.nan], "pred": [7, "none"]}, ["gsm8k", "gsm8k"])
     {'reward': [1.0, None], 'pred': ['7', 'none']}

@@ -1,4 +1,4 @@
-"""What becomes of a logged step besides verl's record: figures, a line, warnings, pictures; and the run's last lines."""
+"""Logs a step beside verl's own record: the overview's metrics, a line, warnings, pictures; and a run's last lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN = 800
 """characters of a sample's prompt, and of the beginning and the end of its response"""
 
 MOST_CALLS = 2000
-"""calls that a timeline draws; of more, an even choice"""
+"""calls that a timeline draws at most; of more it draws every second, third, ..."""
 _ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
 
 
@@ -76,7 +76,7 @@ class StepLog:
             tqdm.write(self._sample.encode(signs, "backslashreplace").decode(signs))
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Metrics of ``step`` with the overview's figures; prints the line, warns."""
+        """Return the metrics of ``step`` with the overview's; print the line and any warnings."""
         data = {**overview(data, partial=self._settings.enable), **data}
         tqdm.write(step_line(data, step, self._total, self._settings))
         self._discarded = int(data.get(f"{FILTER}/groups_total", self._discarded))
@@ -121,7 +121,7 @@ class StepLog:
 
 
 def step_line(data: Mapping[str, Any], step: int, total: int, settings: PartialRolloutConfig) -> str:
-    """A step's main figures in a line; verl's full metrics go to the file and the tracker backends.
+    """Format a step's main metrics as a line; the file and the trackers have all of them.
 
     Args:
         data: metrics; those of a validation alone have a line of their own.
@@ -206,7 +206,7 @@ def sample_text(batch: DataProto, tokenizer: Any) -> str:
 
 
 def not_finite(data: Mapping[str, Any], step: int) -> str | None:
-    """A warning that names the figures of ``step`` that are nan or infinite; None if all are finite."""
+    """Return a warning that names the metrics of ``step`` that are nan or infinite; None if all are finite."""
     watched = ((key, value) for key, value in data.items() if key.startswith(_WATCHED) and isinstance(value, Real))
     broken = [f"{key} {value}" for key, value in watched if not isfinite(value)]
     if not broken:
@@ -225,7 +225,7 @@ class PolicyDrift:
         self._alarmed = False
 
     def observe(self, data: Mapping[str, Any], step: int) -> str | None:
-        """A warning if drift begins in ``step``; None if all is well or drift goes on."""
+        """Return a warning if drift begins in ``step``; None if all is well or drift goes on."""
         kl = float(data.get(KL, nan))
         if not isfinite(kl):
             return None
@@ -246,7 +246,7 @@ class PolicyDrift:
 
 
 def timeline(round_: Round) -> Figure:
-    """A line for each engine call, those of a replica in one band, by start.
+    """Draw each engine call as a line, by start, those of a replica in one band.
 
     Under separate placement the round is the time since the batch before, and the calls are those that ended in it.
     """
@@ -273,7 +273,7 @@ def timeline(round_: Round) -> Figure:
 
 
 def length_histogram(round_: Round) -> Figure:
-    """Response lengths (tokens) of the trained samples, their mean and sigmas."""
+    """Draw the response lengths (tokens) of the trained samples, with their mean and sigmas."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
     axes.hist(lengths, bins=40, color=_ENDED)

@@ -1,7 +1,7 @@
-"""What the recipe's trainers of verl share, a run around verl's training loop; and verl's ``RayPPOTrainer`` with it.
+"""The run around verl's training loop, which the recipe's trainers share; and verl's ``RayPPOTrainer`` with it.
 
 A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; ``TrainerRun`` gives
-the run's session, checkpoints, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
+the run's files, driver, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
 
     SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
       -> log-probs, reward, advantage, update (verl) -> weight sync (RecipeCheckpointManager), which ends the step
@@ -14,25 +14,29 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import need_critic
 
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import Ended, Phase
-from recipe.partial_rollout.rollout.prompt_source import SlotLoader
+from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase, RunLog
+from recipe.partial_rollout.rollout.driver import Driver, connect
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
+from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
 from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.session import RunSession, TrainingSteps
+from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
-from recipe.partial_rollout.rollout.stop import StopTraining
+from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
 from recipe.partial_rollout.training.step_log import StepLog, last_lines
@@ -42,23 +46,65 @@ from recipe.partial_rollout.waits import ERROR_LOG, finished
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
+KL_COEFFICIENT = "kl_coefficient"
+"""file of a checkpoint with the adaptive coefficient of the KL penalty on rewards"""
 _VerlsTrainer: Any = object
 """stands for the class of verl's that follows ``TrainerRun``"""
+
+
+class SlotLoader:
+    """Stands in for the dataloader in verl's ``fit`` under PR: N placeholders for each step that is left.
+
+    The prompts of a step are known only once its round is over; the agent-loop manager then fills the placeholders.
+
+    Args:
+        per_epoch: steps of an epoch.
+        size: N, prompts of a batch.
+        completed: the last step that is trained.
+        exhausted: whether the data has ended.
+    """
+
+    def __init__(self, per_epoch: int, size: int, completed: Callable[[], int], exhausted: Callable[[], bool]) -> None:
+        self._per_epoch, self._size = per_epoch, size
+        self._completed, self._exhausted = completed, exhausted
+
+    def __len__(self) -> int:
+        return self._per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """An epoch, or what is left of the one in which the run was resumed."""
+        for _ in range(self._completed() % len(self), len(self)):
+            if self._exhausted():
+                return
+            yield {"slot": torch.arange(self._size).unsqueeze(1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state: the prompt source keeps the position in the data."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing: the prompt source keeps the position in the data."""
 
 
 class TrainerRun(_VerlsTrainer):
     """The run's part of a trainer; reads ``config.partial_rollout``.
 
     Args:
-        session: the run, which has begun.
+        settings: of the run.
+        files: of the run, which has begun.
         args, kwargs: verl's.
     """
 
     checkpoint_manager: Any
+    steps: TrainingSteps
+    recorder: Recorder
 
-    def __init__(self, config: Any, *args: Any, session: RunSession, **kwargs: Any) -> None:
-        self.session = session
-        self.proximal = loss.ProximalPolicy.of(config, self.settings)
+    def __init__(self, config: Any, *args: Any, settings: PartialRolloutConfig, files: RunFiles, **kwargs: Any) -> None:
+        self.settings, self.files = settings, files
+        self.stop = StopSignals.of_process()
+        self.driver: Driver | None = None
+        """PR's, once verl has made the workers"""
+        self.proximal = loss.ProximalPolicy.of(config, settings)
         self._noted = 0
         """the last step whose training is in the log"""
         replica.register()
@@ -66,8 +112,9 @@ class TrainerRun(_VerlsTrainer):
         super().__init__(config, *args, **kwargs)
 
     @property
-    def settings(self) -> PartialRolloutConfig:
-        return self.session.settings
+    def exhausted(self) -> bool:
+        """Whether the data has ended with fewer prompts left than a batch needs."""
+        return self.driver is not None and self.driver.exhausted
 
     def _offer(self, loader: Any) -> None:
         """Make ``loader``, verl's, the data of the run."""
@@ -79,11 +126,17 @@ class TrainerRun(_VerlsTrainer):
                 f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={asked} "
                 f"(trainer.total_epochs={epochs})"
             )
-        steps = TrainingSteps(len(loader), epochs, self.total_training_steps)
+        # The workers are made later: their learning rates decay to the last step that there is.
+        for part in ("actor_rollout_ref.actor", "critic"):
+            OmegaConf.update(self.config, f"{part}.optim.total_training_steps", self.total_training_steps)
+        self.steps = steps = TrainingSteps(len(loader), epochs, self.total_training_steps)
         self.step_log = StepLog(self.config, self.settings, self.total_training_steps)
-        self.session.offer(loader, steps)
         if self.settings.enable:
-            self.train_dataloader = SlotLoader(self.session)
+            size = self.settings.batch_groups
+            self._source = PromptSource(loader, total=steps.offered(self.settings) * size)
+            self.train_dataloader = SlotLoader(
+                steps.per_epoch, size, lambda: self.files.completed_step, lambda: self.exhausted
+            )
 
     def _connect(self, rollout: Any) -> None:
         """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
@@ -102,16 +155,46 @@ class TrainerRun(_VerlsTrainer):
             kv_tokens=finished(control.kv_tokens()),
             prompt=lengths.prompt_length,
             response=lengths.response_length,
+            replicas=len(control),
         )
         print(slots.describe())
-        strategy = self.config.actor_rollout_ref.actor.strategy
-        if self.config.trainer.use_v1:
-            strategy += " under v1"
-        name = self.config.trainer.experiment_name
-        self.session.open(control, slots, self.actor_rollout_wg.workers, name, strategy)
-        rollout.connect(self.session, self.tokenizer.pad_token_id)
+        self.recorder = recorder = Recorder(settings, self._open_log(control, slots), control, slots)
+        rollout.connect(recorder, self.steps, self.stop)
         rollout.on_batch = partial(self.step_log.show, tokenizer=self.tokenizer)
-        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, self.session)
+        if settings.enable:
+            self.driver = connect(
+                settings,
+                self.steps,
+                self._source,
+                control,
+                slots,
+                recorder,
+                workers=rollout.agent_loop_workers,
+                spawn=rollout.spawn,
+                trainers=self.actor_rollout_wg.workers,
+                stop=self.stop,
+            )
+            rollout.drive(self.driver, self.tokenizer.pad_token_id)
+        self.checkpoint_manager = RecipeCheckpointManager(
+            self.checkpoint_manager,
+            settings.deadlines.weight_sync_s,
+            recorder,
+            self._end_step,
+            self.driver if self.files.trains else None,
+        )
+
+    def _open_log(self, control: ServerControl, slots: ReplicaSlots) -> RunLog:
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        facts = run_settings(
+            self.settings,
+            self.steps,
+            slots,
+            replicas=len(control),
+            resumed=self.files.checkpoints.resumed_step,
+            experiment=self.config.trainer.experiment_name,
+            trainer=f"{strategy} under v1" if self.config.trainer.use_v1 else strategy,
+        )
+        return self.files.open_log(facts, control.addresses)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
@@ -125,19 +208,19 @@ class TrainerRun(_VerlsTrainer):
             StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
                 flight.
         """
-        session = self.session
-        if not session.trains:
+        files = self.files
+        if not files.trains:
             self._only_validate(loop)
             return
-        with session.stop.caught():
-            (session.run_dir / ERROR_LOG).unlink(missing_ok=True)
-            if session.checkpoints.resumed_step >= self.total_training_steps:
-                print(f"nothing to do: {session.checkpoints.chosen} is the checkpoint of the last step")
-                session.complete()
+        with self.stop.caught():
+            (files.directory / ERROR_LOG).unlink(missing_ok=True)
+            if files.checkpoints.resumed_step >= self.total_training_steps:
+                print(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
+                self._note_end(complete=True)
                 return
             try:
-                table = open_run(self.config, session.checkpoints.run)
-                with observed_tracking(self._observe_step, self._after_log, table, session.metrics):
+                open_run(self.config.trainer.logger, files.checkpoints.run)
+                with observed_tracking(self._observe_step, self._after_log, files.metrics):
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
                     loop()
@@ -145,74 +228,119 @@ class TrainerRun(_VerlsTrainer):
                 self._save_before_stop()
                 raise
             except Exception as error:
-                session.explain(error)
+                if self.driver is not None:
+                    finished(self.driver.explain(error))
                 raise
-            if session.exhausted:
+            if self._cut_short:
                 self._save_where_data_ended()
-            session.end()
-        session.complete()
-        print(last_lines(self.config, session.completed_step))
+            if self.driver is not None:
+                finished(self.driver.end())
+        self._note_end(complete=True)
+        print(last_lines(self.config, files.completed_step))
 
     def _only_validate(self, loop: Callable[[], object]) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
         self.config.trainer.val_before_train = True
-        table, file = open_run(self.config, None), self.session.metrics.with_name("validation.jsonl")
-        with self.session.stop.caught(), observed_tracking(self._observe_step, table=table, file=file):
+        open_run(self.config.trainer.logger, None)
+        file = self.files.metrics.with_name("validation.jsonl")
+        with self.stop.caught(), observed_tracking(self._observe_step, file=file):
             loop()
             # A validation that is cut short ends as if it were whole.
-            self.session.stop.check()
+            self.stop.check()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
         """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
         # It comes before the step's weight sync, which ends a step that saves nothing.
-        self.session.complete_step(self.global_steps)
-        self.session.save(super()._save_checkpoint)
+        step = self._end_step(self.global_steps)
+        in_flight = {} if self.driver is None else self.driver.in_flight()
+        self.files.checkpoints.save(step, in_flight, self._save_trainer)
+        self.recorder.log.add(Checkpoint(step), sync=True)
+
+    def _save_trainer(self) -> None:
+        """Save verl's checkpoint, and beside it the adaptive KL coefficient, which verl's lacks."""
+        super()._save_checkpoint()
+        if (controller := self._adaptive_kl) is not None:
+            path = self.files.checkpoints.step_dir(self.global_steps) / KL_COEFFICIENT
+            path.write_text(repr(float(controller.value)))
 
     def _load_checkpoint(self) -> None:
         """Load the trainer's part of the checkpoint to resume, if there is one."""
         self.global_steps = 0
-        trainer, chosen = self.config.trainer, self.session.checkpoints.chosen
+        trainer, chosen = self.config.trainer, self.files.checkpoints.chosen
         if chosen is None:
             return
+        # verl would search for a checkpoint itself; this one has been verified.
         asked = trainer.resume_mode, trainer.get("resume_from_path")
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
         super()._load_checkpoint()
         trainer.resume_mode, trainer.resume_from_path = asked
+        if (controller := self._adaptive_kl) is not None:
+            if (chosen / KL_COEFFICIENT).exists():
+                controller.value = float((chosen / KL_COEFFICIENT).read_text())
+            else:
+                print(f"{chosen} has no coefficient of algorithm.kl_ctrl: it starts at {controller.value:g}")
+
+    @property
+    def _adaptive_kl(self) -> AdaptiveKLController | None:
+        """verl's controller of the KL penalty on rewards, if it adapts its coefficient."""
+        controller = getattr(self, "kl_ctrl_in_reward", None)
+        return controller if isinstance(controller, AdaptiveKLController) else None
 
     def _load_data(self) -> None:
         """Go on in the data where the checkpoint to resume, if any, left it; PR: with everything in flight."""
-        session, loader = self.session, self.train_dataloader
-        chosen = session.checkpoints.chosen
-        if chosen is None or not session.trains:
+        files, loader = self.files, self.train_dataloader
+        chosen = files.checkpoints.chosen
+        if chosen is None or not files.trains:
             return
-        if self.settings.enable:
-            session.load()
-        elif self.global_steps % session.steps.per_epoch == 0:
+        if self.driver is not None:
+            finished(self.driver.load(files.checkpoints))
+        elif self.global_steps % self.steps.per_epoch == 0:
             # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
             loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
             deque(loader, maxlen=0)
 
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
-        step, every = self.session.completed_step, self.config.trainer.save_freq
+        step, every = self.files.completed_step, self.config.trainer.save_freq
         print(self.step_log.data_ended(step))
-        if every > 0 and step % every and step > self.session.checkpoints.resumed_step:
+        if every > 0 and step % every and step > self.files.checkpoints.resumed_step:
             self.global_steps = step
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
         """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
-        session = self.session
-        if session.completed_step and self.config.trainer.save_freq > 0:
-            self.global_steps = session.completed_step
+        step = self.files.completed_step
+        if step and self.config.trainer.save_freq > 0:
+            self.global_steps = step
             self._save_checkpoint()
-            saved = session.checkpoints.step_dir(session.completed_step)
-            print(f"saved {saved}; trainer.resume_mode=auto resumes from it")
-        session.log.add(Ended(session.completed_step, complete=False), sync=True)
+            print(f"saved {self.files.checkpoints.step_dir(step)}; trainer.resume_mode=auto resumes from it")
+        self._note_end(complete=False)
+
+    def _note_end(self, *, complete: bool) -> None:
+        """Note in the log that the training is over, or was stopped."""
+        exhausted = complete and self._cut_short
+        self.recorder.log.add(Ended(self.files.completed_step, complete=complete, exhausted=exhausted), sync=True)
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether dynamic sampling has consumed the data before the last step."""
+        return self.settings.group_filter is not None and self.exhausted
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _end_step(self, step: int | None) -> int:
+        """End ``step``, whose batch is trained, if it has not ended; returns the last step that has.
+
+        From then on a checkpoint is of this step.
+        """
+        files = self.files
+        if step is not None and step != files.completed_step:
+            if self.driver is not None:
+                finished(self.driver.finish_step())
+            files.completed_step = step
+        return files.completed_step
 
     def _choose_pass(self) -> None:
         """Have verl leave out its pass over the batch of this step where the update gives the proximal log-probs."""
@@ -225,22 +353,22 @@ class TrainerRun(_VerlsTrainer):
 
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""
-        ours = {f"partial_rollout/{key}": value for key, value in self.session.figures.items()}
-        self.session.figures.clear()
+        ours = {f"partial_rollout/{key}": value for key, value in self.recorder.metrics.items()}
+        self.recorder.metrics.clear()
         return self.step_log.extend({**loss.logged(data), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
         """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
         self._note_training()
-        self.step_log.close(step, self.session.log.last_round)
-        if step < self.session.steps.last:
-            self.session.stop.check()
+        self.step_log.close(step, self.recorder.log.last_round)
+        if step < self.steps.last:
+            self.stop.check()
 
     def _validate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As verl's, but abandoned if the user asks to stop: the step that it belongs to is logged, and is the last."""
+        """Validate as verl does. A stop cuts it short: the step that it belongs to is still logged, and is the last."""
         self._note_training()
         try:
-            self.session.stop.check()
+            self.stop.check()
             return super()._validate(*args, **kwargs)
         except StopTraining:
             return {"partial_rollout/validation_cut_short": 1.0}
@@ -264,10 +392,10 @@ class TrainerRun(_VerlsTrainer):
 
     def _note_training(self) -> None:
         """Note the training on the last round, which lasts until now."""
-        round_ = self.session.log.last_round
+        round_ = self.recorder.log.last_round
         if round_ is not None and round_.step > self._noted:
             self._noted = round_.step
-            self.session.log.add(Phase("train", round_.step, round_.phase.end, time.time()))
+            self.recorder.log.add(Phase("train", round_.step, round_.phase.end, time.time()))
 
 
 class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
@@ -278,13 +406,13 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._offer(self.train_dataloader)
 
     def init_workers(self) -> None:
-        """As verl's; then connect the recipe's parts to the replicas and workers that it made."""
+        """Let verl make replicas and workers, and connect the recipe's parts to them."""
         with standalone_engines() if self.settings.separate else nullcontext():
             super().init_workers()
         self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """As ``play``."""
+        """Run verl's ``fit`` as ``play`` does."""
         self.play(super().fit)
 
     def _load_checkpoint(self) -> None:

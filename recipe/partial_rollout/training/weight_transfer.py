@@ -1,8 +1,8 @@
-"""How new weights get from the trainer into the engines, in two parts: ``stage`` while they decode, ``load`` while held.
+"""Transfers new weights into the engines in two parts: ``stage`` while they decode, ``load`` while they are held.
 
-Each part has a deadline, and an eye on the replicas: verl's sender waits for the receiver's answer without looking at the
-receiver's error, so a sync that fails in an engine would hang whoever sends to it. A replica that is dead before the sync
-is restarted for it (PR); one that dies during it ends the run. What else PR does around a sync is the driver's::
+Each part has a deadline and watches the replicas: verl's sender waits for the receiver's answer without looking at the
+receiver's error, so a sync that fails in an engine would hang its sender. A replica that is dead before the sync is
+restarted for it (PR); one that dies during it ends the run. The driver does the rest of what PR does around a sync::
 
     transfer.stage -> driver.loading -> transfer.load -> (end of driver.loading)
 
@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from ray.exceptions import RayActorError, RayError
@@ -31,8 +31,9 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.partial_rollout.records.run_log import Phase
-from recipe.partial_rollout.rollout.session import RunSession
-from recipe.partial_rollout.waits import finished, is_out_of_reach, one_line, result_of, wait
+from recipe.partial_rollout.rollout.driver import Driver
+from recipe.partial_rollout.rollout.recorder import Recorder
+from recipe.partial_rollout.waits import finished, in_thread, is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
@@ -44,7 +45,7 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightTransfer:
-    """Between trainers and engines that share their devices, and the seam for others.
+    """Transfers weights between trainers and engines that share their devices; the base of the other transfers.
 
     Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
@@ -58,16 +59,16 @@ class WeightTransfer:
         self._deadline_s = deadline_s
 
     async def stage(self, version: int) -> bool:
-        """Do all that can be done while the engines decode; returns whether that was anything."""
+        """Do what can be done while the engines decode; returns whether there was anything to do."""
         return False
 
     async def load(self, version: int) -> None:
-        """Every engine, idle and alive, gets the weights and learns their version."""
+        """Send the weights and their version to every engine, which is idle and alive."""
         what = f"weight sync of version {version}"
         await self._watched(self._sent(version, what), what, self._verls.replicas)
 
     async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
-        """Wait for ``part``, which raises if its own side fails, while ``replicas`` are asked for the error of theirs."""
+        """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
         names = ", ".join(replica.server_address for replica in replicas)
         whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
         await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
@@ -84,11 +85,11 @@ def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTran
         return WeightTransfer(verls, deadline_s)
     if issubclass(verls.backend_cls, CheckpointEngineWithCache):
         return CachedTransfer(verls, deadline_s)
-    return HeldTransfer(verls, deadline_s)
+    return HeldTransfer(HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas), deadline_s)
 
 
 class CachedTransfer(WeightTransfer):
-    """The trainer is done when its weights are packed; the engines load them on their own.
+    """Lets the trainer go on once its weights are packed; the engines load them on their own.
 
     A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
     """
@@ -104,7 +105,7 @@ class CachedTransfer(WeightTransfer):
         if not self._met:
             await self._watched(self._meet(), "the first meeting of trainers and engines")
             self._met = True
-        # What the engines have loaded is removed meanwhile, and the trainer must be done with that.
+        # The trainers may still be removing the weights that the engines loaded last.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
         await self._watched(self._sent(version, what), what)
@@ -139,48 +140,38 @@ class CachedTransfer(WeightTransfer):
 
 
 class HeldTransfer(WeightTransfer):
-    """verl's own sync, without its abort: the engines are held instead. Not run on a GPU."""
-
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        super().__init__(verls, deadline_s)
-        self._held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
-        # verl blocks its thread. asyncio would wait for a thread of its own at the end, even after a failure.
-        self._thread = ThreadPoolExecutor(1)
+    """Runs verl's own sync, but for its abort: the engines are held instead. Not run on a GPU."""
 
     async def load(self, version: int) -> None:
         what = f"weight sync of version {version}"
-
-        async def sync() -> None:
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._held.update_weights, version)
-            except RayError as error:
-                raise WeightSyncError(f"{what} failed in the trainer or beside an engine: {one_line(error)}") from error
-
-        await self._watched(sync(), what, self._held.replicas)
+        # verl blocks its thread until both sides are done.
+        sync = in_thread(partial(self._verls.update_weights, version))
+        failed = f"{what} failed in the trainer or beside an engine"
+        await self._watched(_all([sync], failed), what, self._verls.replicas)
 
 
 class HeldCheckpointManager(CheckpointEngineManager):
-    """verl's manager for engines that are held while it transfers, and keep their requests and their KV cache."""
+    """verl's manager for engines that the driver holds during the transfer, with their requests and KV cache."""
 
     @auto_await
     async def abort_replicas(self, reject_request: bool = False) -> None:
-        """The engines are held already."""
+        """Abort nothing: a held engine makes no token."""
 
     @auto_await
     async def resume_generation_replicas(self) -> None:
-        """Who has held them resumes them."""
+        """Resume nothing: the driver resumes the engines that it holds."""
 
     @auto_await
     async def release_kv_cache_replicas(self) -> None:
-        """It holds the cache of requests that go on. verl would first wait for them to end."""
+        """Keep the cache: held requests go on with it. verl would first wait for them to end."""
 
     @auto_await
     async def resume_kv_cache_replicas(self) -> None:
-        """It was not released."""
+        """Restore nothing: the cache was kept."""
 
 
 async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
-    """The results of Ray's ``refs``; the first error becomes a ``WeightSyncError`` that begins with ``failed``."""
+    """Await ``refs``; the first error of Ray's becomes a ``WeightSyncError`` that begins with ``failed``."""
     try:
         return await asyncio.gather(*refs)
     except RayError as error:
@@ -207,23 +198,28 @@ class RecipeCheckpointManager:
 
     Args:
         verls: the checkpoint manager that verl made.
-        session: of the run.
+        deadline_s: seconds for a transfer.
+        recorder: of the run.
+        end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
+        driver: PR's. None: noPR, or a validation alone, which starts no version.
     """
 
-    def __init__(self, verls: CheckpointEngineManager, session: RunSession) -> None:
+    def __init__(
+        self,
+        verls: CheckpointEngineManager,
+        deadline_s: float,
+        recorder: Recorder,
+        end_step: Callable[[int | None], int],
+        driver: Driver | None,
+    ) -> None:
         self._verls = verls
-        self._transfer = transfer_of(verls, session.settings.deadlines.weight_sync_s)
-        self._session = session
-        # A validation alone starts no version: the engines load the weights as under noPR.
-        self._driver = session.driver if session.settings.enable and session.trains else None
+        self._transfer = transfer_of(verls, deadline_s)
+        self._recorder, self._end_step, self._driver = recorder, end_step, driver
 
     @auto_await
     async def sleep_replicas(self) -> None:
-        """As verl's, which calls it when it has a batch. PR: a dead replica is left out; separate ones decode on."""
-        if self._driver is None:
-            await self._verls.sleep_replicas()
-        elif not self._session.settings.separate:
-            await self._session.control.sleep()
+        """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
+        await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
@@ -234,20 +230,19 @@ class RecipeCheckpointManager:
             WeightSyncError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
-        version = self._session.completed_step if global_steps is None else global_steps
-        self._session.complete_step(version)
-        start = time.time()
+        version, start = self._end_step(global_steps), time.time()
         sent: Any = {}
+        # On shared devices noPR sends as PR does, for the deadline and the name of the engine that fails.
         if self._driver is None and self._verls.backend != "naive":
             sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
             finished(self._send(version))
-        self._session.log.add(Phase("sync", version, start, time.time()))
+        self._recorder.log.add(Phase("sync", version, start, time.time()))
         return sent
 
     async def _send(self, version: int) -> None:
         start = time.time()
         if await self._transfer.stage(version):
-            self._session.note_phase("stage", version, start, time.time())
+            self._recorder.phase("stage", version, start, time.time())
         async with self._driver.loading(version) if self._driver else nullcontext():
             await self._transfer.load(version)

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from recipe.partial_rollout.tasks.ready_start import TASKS, source_fingerprint
 from recipe.partial_rollout.tools.reading.run_log import iter_lines
-from recipe.partial_rollout.training.trackers import commit_of
 from tests.studies.arm import Arm
 from tests.studies.learning.run import LearningRun, read_run
 from tests.studies.processes import WarmProcess
 from tests.studies.runner import Study, StudyError
 
 LEDGER = "runs.jsonl"
+_COMMIT = ("git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
 _PREPARE = ("recipe.partial_rollout.tasks.ready_start", "--train")
 
 
@@ -89,7 +89,8 @@ class Campaign:
             study.run(arm, seed)
         asked = self._asked(start, arm, seed)
         known = {name: getattr(asked, name) for name in ("arm", "rate", "start", "seed", "overrides", "task")}
-        run = read_run(study.directory(arm, seed), **known, commit=commit_of(Path(__file__).parent) or "")
+        commit = subprocess.run(_COMMIT, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+        run = read_run(study.directory(arm, seed), **known, commit=commit.strip())
         with self.ledger.open("a") as file:
             file.write(json.dumps(run.to_json()) + "\n")
         print(

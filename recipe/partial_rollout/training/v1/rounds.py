@@ -74,12 +74,12 @@ class RoundBuffer:
         return self._put(), {f"timing_s/{key}": value for key, value in timings.items()}
 
     def score(self, scored: Callable[[DataProto], DataProto]) -> None:
-        """Put the batch again with what a colocated reward model says of it."""
+        """Put the batch again, with the scores of a colocated reward model."""
         self._batch = self._batch.union(scored(self._batch))
         self._put()
 
     def _next_rows(self) -> dict[str, Any]:
-        """What the loader yields next, in this epoch or the following."""
+        """Return the loader's next rows, of this epoch or the following."""
         rows = next(self._rows, None)
         if rows is None:
             self._rows = iter(self._loader)
@@ -98,7 +98,7 @@ class RoundBuffer:
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The samples of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: tensors of their own lengths.
+    """Return the samples of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: without padding.
 
     ``extra_fields`` has the columns that v1 does not read by name. A sample without a response has a token outside of the
     loss, the batch's padding: verl's nested tensors have no empty row.
@@ -130,7 +130,7 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def _tag(row: dict[str, Any], step: int) -> dict[str, Any]:
-    """What v1's balance and metrics read of a row of step ``step``."""
+    """Make the tag of a row of step ``step``, which v1's balance and metrics read."""
     versions = row.get("rollout_versions", torch.empty(0))
     versions = versions[versions >= 0]
     prompt, response = len(row["prompts"]), len(row["responses"])

@@ -24,7 +24,7 @@ from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffe
 
 
 class _WholeValidation:
-    """``RayPPOTrainer``'s: v1's goes through TransferQueue, and counts a failed sample as wrong instead of in no mean."""
+    """Validates as ``RayPPOTrainer`` does. v1 validates through TransferQueue, and counts a failed sample as wrong."""
 
     _validate = RayPPOTrainer._validate
     _val_metrics_update = RayPPOTrainer._val_metrics_update
@@ -43,7 +43,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         self.use_rm = need_reward_model(config)
 
     def _build_replay_buffer(self) -> None:
-        """``fit`` makes it, of what it needs."""
+        """Build none yet: ``fit`` does, once there is a manager to make batches."""
 
     def _init_dataloader(self) -> None:
         # With dynamic sampling verl's loader would have batches of one prompt, and epochs without a remainder.
@@ -54,7 +54,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         self._offer(self.train_dataloader)
 
     def _setup(self) -> None:
-        """As verl's; separate engines have devices of their own and the transfer that the config asks for."""
+        """Set up as verl does; separate engines get devices of their own and the transfer that the config asks for."""
         self._enable_hybrid_replicas = not self.settings.separate
         super()._setup()
         if self.settings.separate:
@@ -66,10 +66,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
             )
 
     def on_init_end(self) -> None:
-        """The weights are sent once the run's parts are connected."""
+        """Send no weights yet: the run's parts are not connected."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """As ``play``; ``agent_loop_manager`` is the arm's, of ``training/agent_loop_manager.py``."""
+        """Run verl's ``fit`` as ``play`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
         self.async_rollout_manager = agent_loop_manager
         self._connect(agent_loop_manager)
         samples = self.config.actor_rollout_ref.rollout.n
@@ -85,12 +85,12 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
             self._shutdown_dump_executor()
 
     def prepare_step(self) -> dict:
-        """The batch is made when it is asked for."""
+        """Prepare no batch: ``RoundBuffer.sample`` makes it."""
         self._choose_pass()
         return {}
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Of a validation's batch the scores, as ``RayPPOTrainer``'s; training's, which v1 has as keys, is put again."""
+        """Score a validation's batch as ``RayPPOTrainer`` does; a training batch, which v1 has as keys, is put again."""
         score = super()._compute_reward_colocate
         if isinstance(batch, DataProto):
             return score(batch)

@@ -1,0 +1,88 @@
+"""The files of a run: its directory, checkpoints and records, and the last step that is trained. Ray is not needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
+from recipe.partial_rollout.records.run_log import METRICS, RunLog, RunSettings, logged_steps
+from recipe.partial_rollout.records.run_log import NAME as LOG
+from recipe.partial_rollout.waits import ERROR_LOG
+
+CONFIG = "config.yaml"
+METRICS_PATH = "VERL_FILE_LOGGER_PATH"
+"""variable that names the file of verl's file logger"""
+_RECORDS = (LOG, CONFIG, ERROR_LOG)
+"""what a run that starts anew sets aside, besides checkpoints and metrics"""
+
+
+class RunFiles:
+    """The files of a run, of either arm.
+
+    Args:
+        checkpoints: those of its directory, and the one to resume.
+        trains: False: it validates only (``trainer.val_only``), and leaves no record in its directory.
+    """
+
+    def __init__(self, checkpoints: RunCheckpoints, *, trains: bool = True) -> None:
+        self.checkpoints = checkpoints
+        self.directory = checkpoints.run_dir
+        self.trains = trains
+        self.completed_step = checkpoints.resumed_step
+        """the last step whose batch is trained; a checkpoint is of this step"""
+
+    @property
+    def metrics(self) -> Path:
+        """The file that verl's file logger writes."""
+        return Path(os.environ.get(METRICS_PATH) or self.directory / METRICS)
+
+    def begin(self) -> None:
+        """Record what the run resumes from, and set aside what that supersedes; call it before any other record is made.
+
+        A run that goes on keeps its records, without metrics beyond the resumed step: in the log the resume undoes them.
+        One that goes on from another run's checkpoint takes that run's records along.
+        """
+        if not self.trains:
+            return
+        metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
+        lost = [] if continues else logged_steps(metrics)
+        aside = self.checkpoints.begin()
+        records = {name: self.directory / name for name in _RECORDS} | {METRICS: metrics}
+        if not continues:
+            set_aside(records.values(), aside)
+            if chosen is not None:
+                _copy({chosen.parent / name: records[name] for name in (LOG, METRICS)})
+        elif aside.exists():
+            # With its records, what is superseded is a run that resume_path can return to.
+            _copy({record: aside / name for name, record in records.items()})
+        # What a start that failed before its first step has left is nothing to return to.
+        if lost or any(aside.glob("global_step_*")):
+            print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
+        step = self.checkpoints.resumed_step
+        if again := cut_steps(metrics, step, aside) or (lost if chosen is None else []):
+            which = f"steps {min(again)} to {max(again)} are" if len(again) > 1 else f"step {again[0]} is"
+            print(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")
+
+    def open_log(self, settings: RunSettings, replicas: Sequence[str]) -> RunLog:
+        """Open the run's log.
+
+        Args:
+            settings: its first event.
+            replicas: server ids, in replica order.
+        """
+        directory = self.directory
+        if not self.trains:
+            self._scratch = TemporaryDirectory()
+            directory = Path(self._scratch.name)
+        return RunLog(directory, settings, replicas)
+
+
+def _copy(files: dict[Path, Path]) -> None:
+    """Copy those of ``files`` that exist; the copies can be written whoever may write the originals."""
+    for old, new in files.items():
+        if old.exists():
+            shutil.copyfile(old, new)

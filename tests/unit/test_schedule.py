@@ -1,0 +1,89 @@
+"""A learning rate reaches its peak before the training ends, or the start is refused."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.training.schedule import check_schedule
+
+OPTIM = "actor_rollout_ref.actor.optim"
+ROWS, BATCH, EPOCHS = 26, 4, 2
+STEPS = 12
+"""the data's: a batch that it does not fill is left out of each epoch"""
+
+
+@pytest.fixture
+def check(resolved_config):
+    """``check(*overrides)``: raises what the schedule of a quick start on ``ROWS`` rows is refused by."""
+
+    def run(*overrides):
+        sizes = f"data.train_batch_size={BATCH}", f"trainer.total_epochs={EPOCHS}"
+        check_schedule(resolved_config("quickstart_cpu", *sizes, "trainer.total_training_steps=null", *overrides), ROWS)
+
+    return run
+
+
+def highest_rate(steps, **keys):
+    """The highest rate of ``steps`` updates, as a share of the peak, by verl's own scheduler."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = FSDPOptimizerConfig(lr=1.0, total_training_steps=steps, **keys)
+    scheduler = FSDPEngine._build_lr_scheduler(SimpleNamespace(optimizer_config=config, rank=1), optimizer)
+    rates = []
+    with warnings.catch_warnings():
+        # The optimizer makes no step here.
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            rates.append(scheduler.get_last_lr()[0])
+            scheduler.step()
+    return max(rates)
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("lr_warmup_steps", value) for value in (-1, 0, 1, STEPS - 1, STEPS, 1000)],
+        *[("lr_warmup_steps_ratio", value) for value in (0.0, 0.1, 0.99, 1.0, 10.0)],
+    ],
+)
+def test_warm_up_passes_if_verls_schedule_reaches_the_rate_that_is_asked_for(check, kind, name, value):
+    override = f"{OPTIM}.lr_scheduler_type={kind}", f"{OPTIM}.{name}={value}"
+    if highest_rate(STEPS, lr_scheduler_type=kind, **{name: value}) == 1:
+        check(*override)
+    else:
+        with pytest.raises(ConfigError, match=rf"^{OPTIM}.{name}={value}: below [^\n]* never reach {OPTIM}.lr$"):
+            check(*override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{OPTIM}.lr_warmup_steps=8"], None),
+        ([f"{OPTIM}.lr_warmup_steps=8", "trainer.total_training_steps=8"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
+        ([f"{OPTIM}.lr_warmup_steps=30", "trainer.total_training_steps=99"], f"{OPTIM}.lr_warmup_steps=30: below 12: "),
+        ([f"{OPTIM}.lr_warmup_steps=8", "trainer.critic_warmup=5"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
+        (
+            [f"{OPTIM}.lr_warmup_steps_ratio=0.5", "trainer.critic_warmup=8"],
+            "lr_warmup_steps_ratio=0.5: below 0.4167: ",
+        ),
+        ([f"+{OPTIM}.lr_decay_steps=24", f"{OPTIM}.lr_warmup_steps_ratio=0.5"], "_ratio=0.5: below 0.5: "),
+        (["trainer.critic_warmup=13"], "trainer.critic_warmup=13: at most 12, the steps of this training"),
+        (["algorithm.adv_estimator=gae", "trainer.critic_warmup=13"], None),
+        (
+            ["algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps=50"],
+            "critic.optim.lr_warmup_steps=50: below 12",
+        ),
+        (["critic.optim.lr_warmup_steps=50"], None),
+    ],
+)
+def test_counts_of_steps_are_compared_with_the_updates_of_the_training(check, overrides, message):
+    if message is None:
+        check(*overrides)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check(*overrides)
