@@ -54,7 +54,7 @@ set_text_from DATA recipe.data
 set_text_from OUT recipe.out
 set_from NNODES trainer.nnodes
 set_from GPUS_PER_NODE trainer.n_gpus_per_node
-set_from LOGGER trainer.logger '[console,file,' ']'
+set_from LOGGER trainer.logger '[file,' ']'
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 recipe=(-m recipe.partial_rollout.main_ppo --config-name recipe)

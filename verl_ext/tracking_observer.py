@@ -1,14 +1,16 @@
-"""Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step.
+"""Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step, and finish what it logs to.
 
 verl's ``fit`` makes its ``Tracking`` itself and offers no hook for metrics of a custom rollout. Within
 ``observed_tracking`` that class shows every log to an observer first. verl's file logger empties the file that it opens, so
-a resumed run would lose its history; there it appends. It may go when ``fit`` takes its ``Tracking`` or an observer, and
-the file logger appends.
+a resumed run would lose its history; there it appends. verl leaves the end of a run to a destructor, which calls every run
+finished and may come in any thread; here the run ends with the context, as failed if the training failed. It may go when
+``fit`` takes its ``Tracking`` or an observer, finishes it, and the file logger appends.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from verl_ext.guard import VERL, replaced, require
 
 Observer = Callable[[dict[str, Any], int], dict[str, Any]]
 After = Callable[[dict[str, Any], int], None]
+_SWANLAB = "swanlab"
 
 
 @contextmanager
@@ -27,10 +30,15 @@ def observed_tracking(observer: Observer, after: After | None = None, file: Path
     """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
 
     ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. The file logger
-    appends to ``file``; None: to what verl's variable names.
+    appends to ``file``; None: to what verl's variable names. At the end every ``Tracking`` is finished.
     """
     require("verl", VERL, "tracking_observer")
-    verls, logged = tracking.Tracking, tracking.Tracking.log
+    verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
+    trackers: list[Any] = []
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        trackers.append(self)
+        made(self, *args, **kwargs)
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
         data = observer(data, step)
@@ -44,5 +52,29 @@ def observed_tracking(observer: Observer, after: After | None = None, file: Path
             path.parent.mkdir(parents=True, exist_ok=True)
             self.filepath, self.fp = str(path), path.open("ab", buffering=0)
 
-    with replaced(verls, "log", log), replaced(tracking, "FileLogger", AppendedFile):
-        yield
+    appended = replaced(tracking, "FileLogger", AppendedFile)
+    with replaced(verls, "__init__", make), replaced(verls, "log", log), appended:
+        try:
+            yield
+        except BaseException as error:
+            for each in trackers:
+                finish(each, error)
+            raise
+        for each in trackers:
+            finish(each)
+
+
+def finish(tracker: Any, error: BaseException | None = None) -> None:
+    """Finish the run in every backend of verl's ``tracker``: as failed by ``error``, or stopped if that has an exit code.
+
+    A backend that cannot be finished is named: the training is over, whatever it says.
+    """
+    backends, stopped = getattr(tracker, "logger", {}), getattr(error, "exit_code", None)
+    try:
+        if error is not None and _SWANLAB in backends:
+            # verl tells SwanLab nothing of a failure.
+            state = "crashed" if stopped is None else "aborted"
+            backends.pop(_SWANLAB).finish(state=state, error=f"{type(error).__name__}: {error}")
+        tracker.finish(exit_code=0 if error is None else stopped or 1)
+    except Exception as failure:
+        print(f"a tracker was not finished: {type(failure).__name__}: {failure}", file=sys.stderr)

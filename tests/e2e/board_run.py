@@ -42,6 +42,8 @@ def metrics_of(rng, round_, partial):
     data = {f"{name}/figure_{i}": float(rng.random()) for name in sections for i in range(8)}
     data |= {
         "training/global_step": round_.step,
+        "critic/score/mean": float(rng.random()),
+        "rollout_corr/k3_kl": float(rng.random()) * 1e-4,
         "timing_s/step": seconds + 30,
         "timing_s/gen": seconds,
         "partial_rollout/rollout/bubble_fraction": max(0.0, 1 - tokens / seconds / 2880),

@@ -83,7 +83,7 @@ def shown(page, run, key):
     return answer(page, f"experiment/{run['id']}/tag/{key.replace('/', '%2F')}")["list"]
 
 
-def test_the_board_opens_on_the_nine_figures_with_both_arms_in_each_from_the_first_step_on(page):
+def test_the_board_opens_on_the_figures_with_both_arms_in_each_from_the_first_step_on(page):
     data = answer(page, "project/charts")
     charts = {chart["id"]: chart for chart in data["charts"]}
     first, *others = data["namespaces"]

@@ -95,6 +95,12 @@ def test_whole_training_has_no_violation(write, capsys):
     assert "samples masked                    2" in table, "and no violation"
 
 
+def filtered_at(birth):
+    """Step 2 of ``SAMPLED``, whose filtered group has this ``birth``."""
+    round_ = round_of(2, "1/0 1/1", "1/0 1/1", "0/2")
+    return {**round_, "filtered": [{**gone, "birth": birth} for gone in round_["filtered"]]}
+
+
 LATE = {"staleness": [2, 2], "off_policy_tokens": 1}
 WRONG = [
     ("prompt 1/1 was lost: never trained", with_round(3, round_of(3, "1/0", "1/1"))),
@@ -161,6 +167,13 @@ WRONG = [
         with_round(2, round_of(2, "1/0 1/1", "1/0 1/1", "0/2 1/2"), lines=SAMPLED),
     ),
     ("prompt 0/2 was lost: never trained", with_round(2, round_of(2, "1/0 1/1", "1/0 1/1"), lines=SAMPLED)),
+    *(
+        (
+            f"prompt 0/2 was filtered in step 2 with birth {birth}: a birth of {since} to 1",
+            [{**FILTERING, "max_staleness": bound}, SAMPLED[1], filtered_at(birth), SAMPLED[3]],
+        )
+        for birth, bound, since in ((2, 1, 0), (0, 0, 1))
+    ),
     ("the training is complete with 4 prompts trained of 6", [{**FILTERING, "total": 6}, *SAMPLED[1:]]),
 ]
 

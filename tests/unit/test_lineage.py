@@ -71,17 +71,17 @@ def live(tmp_path, resolved_config, monkeypatch, request):
             import verl.utils.tracking as tracking
 
             metrics = tracking.Tracking("project", "scripted", ["file"])
-        for step in range(resumed + 1, until + 1):
-            weights = f"{weights or ''}{who}"
-            group = group_of(step, 2)
-            phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
-            log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
-            files.completed_step = step
-            if step % 2 == 0:
-                save(files, weights)
-                log.add(Checkpoint(step), sync=True)
-            figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
-            metrics.log({"training/global_step": step, **figures}, step)
+            for step in range(resumed + 1, until + 1):
+                weights = f"{weights or ''}{who}"
+                group = group_of(step, 2)
+                phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
+                log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
+                files.completed_step = step
+                if step % 2 == 0:
+                    save(files, weights)
+                    log.add(Checkpoint(step), sync=True)
+                figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "critic/score/mean": float(ord(who))}
+                metrics.log({"training/global_step": step, **figures}, step)
         if until == STEPS:
             log.add(Ended(STEPS, complete=True), sync=True)
         return files
@@ -277,6 +277,28 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
         assert trained_by(run) == expected
         agrees(run, third)
     assert survives > 1
+
+
+def test_start_says_which_steps_it_trains_again_and_what_it_supersedes_only_if_there_is_any(live, tmp_path, capsys):
+    def said(who, until, **how):
+        capsys.readouterr()
+        live(who, until=until, **how)
+        printed = capsys.readouterr().out
+        return [line for line in printed.splitlines() if "again" in line], "supersedes" in printed
+
+    assert said("a", 1) == ([], False)
+    # Killed before its first checkpoint.
+    assert said("b", 3) == (["step 1 is trained again: the run starts from scratch"], True)
+    # Killed after that of step 2, and that of step 4.
+    assert said("c", 4) == (["step 3 is trained again: the run resumes from step 2"], False)
+    assert said("d", 6) == ([], False)
+    going_back = {"mode": "resume_path", "path": tmp_path / "run" / "global_step_4"}
+    assert said("e", 5, **going_back) == (["steps 5 to 6 are trained again: the run resumes from step 4"], True)
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    for name in ("config.yaml", "error.log", "metrics.jsonl"):
+        (failed / name).write_text("")
+    assert said("f", 1, directory=failed) == ([], False), "it failed before it trained"
 
 
 def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):

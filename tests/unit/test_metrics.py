@@ -133,10 +133,12 @@ def test_staleness_counts_from_the_first_generated_token(output):
 
 
 FIGURES = (
-    "held_out_reward step_s rollout_s bubble tokens_per_s staleness_mean staleness_max off_policy_share length_bias"
+    "held_out_reward reward k3_kl step_s rollout_s bubble tokens_per_s staleness_mean staleness_max off_policy_share "
+    "length_bias"
 )
 KEYS = [f"{SECTION}/{figure}" for figure in FIGURES.split()]
 STEP = {"training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5}
+STEP |= {"critic/score/mean": 0.4, "rollout_corr/k3_kl": 1e-5}
 ROLLOUT = {"rollout/bubble_fraction": 0.2, "rollout/tokens_per_s": 100.0}
 PR_ONLY = {"staleness/mean": 0.7, "staleness/max": 2, "off_policy_token_fraction": 0.3, "length/bias": 0.9}
 
@@ -145,7 +147,7 @@ def ours(figures):
     return {f"partial_rollout/{name}": value for name, value in figures.items()}
 
 
-def test_both_arms_log_the_nine_figures_under_the_same_keys_and_the_share_of_tools_where_there_are_any():
+def test_both_arms_log_the_figures_under_the_same_keys_and_the_share_of_tools_where_there_are_any():
     nopr = overview(STEP | ours(ROLLOUT), partial=False)
     pr = overview(STEP | ours(ROLLOUT) | ours(PR_ONLY), partial=True)
     assert list(nopr) == list(pr) == KEYS

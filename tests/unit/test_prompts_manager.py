@@ -268,6 +268,16 @@ def test_equal_groups_are_trained_where_the_data_has_no_other(manager, output, p
     assert m.round_complete() is not bool(left)
 
 
+@pytest.mark.parametrize(("rewards", "differ"), [((1.0, 1.0), False), ((0.0, 1.0), True)])
+def test_discarded_group_says_whether_its_scores_differ_after_a_resume_too(manager, output, rewards, differ):
+    m, resumed = (manager(batch=1, prompts=prompts, group_filter=ACC) for prompts in (4, 0))
+    begin(m)
+    for grant, reward in zip(m.claim("w0")[:2], rewards, strict=True):
+        m.finish(grant.sample_id, output(reward=reward, info={"acc": 0.0}))
+    restore(resumed, encode(capture(m), InProcess().fetch))
+    assert [gone.scores_differ for each in (m, resumed) for gone in each.groups.filtered] == [differ, differ]
+
+
 # -- where outputs lie -------------------------------------------------------------------------------------------------
 
 

@@ -155,6 +155,6 @@ def test_variables_reach_the_config_whatever_folders_are_called_and_trailing_ove
     done = run_script("gsm8k_8gpu_4b", "nopr", "data.train_batch_size=16", **variables, **sizes)
     assert done.returncode == checks.MISSING, done.stderr[-2000:]
     assert "2 x 4 cuda" in done.stdout and "16 prompts x 8 samples" in done.stdout
-    assert f"{out}/nopr: config, metrics" in done.stdout and "'console', 'file', 'swanlab'" in done.stdout
+    assert f"{out}/nopr: config, metrics" in done.stdout and "'file', 'swanlab'" in done.stdout
     assert f"{MISSING}data.train_files={data}/gsm8k/train.parquet: " in done.stdout
     assert f"{MISSING}actor_rollout_ref.model.path={model}: " in done.stdout

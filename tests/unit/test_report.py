@@ -82,13 +82,11 @@ def test_figures_of_a_rollout_are_those_worked_out_by_hand(tmp_path):
     assert load_run(build_run(tmp_path / "c", slots_per_replica=1)).settings.full_concurrency == 2
 
 
-def test_length_bias_is_as_both_arms_log_it_after_the_first_step_the_fifth_and_the_last(tmp_path):
+def test_length_bias_is_as_both_arms_log_it_after_the_last_step(tmp_path):
     timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
     biases = {step: {**timers, "0_overview/length_bias": step / 10} for step in range(1, 7)}
-    long = summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=6), metrics=biases))
-    assert (long.length_bias_step_1, long.length_bias_steps_1_to_5, long.length_bias) == (0.1, 0.5, 0.6)
-    short = summary_of(build_run(tmp_path / "b", metrics={2: biases[6]}))
-    assert (short.length_bias_step_1, short.length_bias_steps_1_to_5, short.length_bias) == (None, None, 0.6)
+    assert summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=6), metrics=biases)).length_bias == 0.6
+    assert summary_of(build_run(tmp_path / "b", metrics={1: biases[1]})).length_bias is None
 
 
 def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
@@ -213,15 +211,48 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
     rounds[1]["trained"] = [build_group(0, [100, 100])]
     comparison = compared(tmp_path, other={"rounds": rounds})
     (contrast,) = comparison.others
-    assert contrast.ratios["rollout_s"] == pytest.approx(1), "PR trains three quarters of the tokens"
+    assert contrast.ratios["rollout_s"] == pytest.approx(1), "PR trains half of the tokens after its first step"
     for name in ("rollout_s_per_trained_token", "step_s_per_trained_token"):
-        assert contrast.ratios[name] == pytest.approx(4 / 3), name
+        assert contrast.ratios[name] == pytest.approx(2), name
     assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
     assert cautions(comparison)[0] == (
         "The work differs: noPR trained 2 prompts that PR did not, or more often, e.g. '2' of epoch 0; "
         "PR trained 1 prompts that noPR did not, or more often, e.g. '0' of epoch 0"
     )
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
+
+
+def slow_rounds(seconds, *, steps=3):
+    """``default_rounds``, in which the rollout of a step in ``seconds`` takes so long."""
+    rounds = default_rounds(steps)
+    for round_ in rounds:
+        round_["phase"]["end"] = round_["phase"]["start"] + seconds.get(round_["step"], 10)
+    return rounds
+
+
+@pytest.mark.parametrize("steps", [2, 3, 12])
+def test_headline_leaves_out_the_step_whose_engines_start_cold(tmp_path, steps):
+    """noPR's first round took 32 s in a fresh quick start, and PR's 4 s."""
+    other = default_rounds(steps)
+    for round_ in other:
+        round_["phase"]["end"] -= 5
+    comparison = compared(tmp_path, base={"rounds": slow_rounds({1: 500}, steps=steps)}, other={"rounds": other})
+    assert findings(comparison)[0] == (
+        f"The same {2 * steps} groups: per trained token, PR took 0.50 of noPR's rollout time and 1.00 of its step time, "
+        "without the first step after each start, whose engines are cold."
+    )
+    assert cells(comparison)["rollout per 1,000 trained tokens, warm"] == ["25.0 s", "12.5 s", "0.50"]
+
+
+def test_first_step_after_a_resume_is_cold_too_until_a_start_undoes_it(tmp_path):
+    rounds = slow_rounds({1: 500, 3: 500}, steps=4)
+    resumed = [*rounds[:2], begun(resumed=2), *rounds[2:]]
+    assert summary_of(build_run(tmp_path / "a", rounds=resumed)).rollout_s_per_trained_token == pytest.approx(10 / 400)
+    back = [*resumed, begun(resumed=1), *slow_rounds({2: 500}, steps=4)[1:]]
+    assert summary_of(build_run(tmp_path / "b", rounds=back)).rollout_s_per_trained_token == pytest.approx(10 / 400)
+    # A run of one step has no other.
+    alone = slow_rounds({1: 500}, steps=1)
+    assert summary_of(build_run(tmp_path / "c", rounds=alone)).rollout_s_per_trained_token == pytest.approx(500 / 400)
 
 
 def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp_path):

@@ -1,16 +1,21 @@
 """What a terminal shows while a run goes on: a line about the round, which never disturbs it, and the recipe's warnings."""
 
 import asyncio
+import io
 import logging
 import sys
 import time
 from math import inf, nan
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from verl.protocol import DataProto
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import Standing
 from recipe.partial_rollout.rollout import guard
 from recipe.partial_rollout.rollout.guard import watch_round
@@ -92,15 +97,157 @@ def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_ro
     assert capsys.readouterr().out.splitlines() == ["agent_loop_worker_1 died"]
 
 
+# -- a step --------------------------------------------------------------------------------------------------------------
+
+
+def log_of(monkeypatch, directory="", *, enable=True, group_filter=None):
+    """A log of 20 steps of four groups, and the lines that it writes."""
+    printed = []
+    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+    trainer = {"logger": ["file"], "default_local_dir": str(directory), "total_epochs": 2}
+    settings = SimpleNamespace(enable=enable, separate=False, batch_groups=4, group_filter=group_filter)
+    return StepLog(OmegaConf.create({"trainer": trainer}), settings, total_steps=20), printed
+
+
+ROOT = Path(__file__).parents[2]
+VALIDATED = {"val-core/math/acc/mean@4": 0.25, "val-core/math/acc/best@4/mean": 0.5, "val-core/aime/acc/mean@4": 0.125}
+HELD_OUT = " | validation math/acc/mean@4 0.250  aime/acc/mean@4 0.125"
+
+
+def test_line_of_a_step_has_its_validation(monkeypatch):
+    log, lines = log_of(monkeypatch)
+    log.extend(VALIDATED, 0)
+    log.extend({"training/global_step": 1, **VALIDATED}, 1)
+    log.extend({"training/global_step": 2}, 2)
+    assert lines[0] == f"step   0{HELD_OUT}" and lines[1].startswith("step   1/20 | reward")
+    assert lines[1].endswith(HELD_OUT) and "validation" not in lines[2]
+
+
+def test_line_in_the_docs_is_one_that_a_step_has(monkeypatch):
+    log, lines = log_of(monkeypatch)
+    log._total = 36
+    ours = {"rollout/tokens_per_s": 1310, "staleness/mean": 1.42, "staleness/max": 4, "buffer/carried_groups": 6}
+    data = {"training/global_step": 7, "critic/score/mean": 0.412, "response_length/mean": 178.0, "timing_s/step": 9.3}
+    data |= {"timing_s/gen": 5.1, "val-core/clock10/acc/mean@4": 0.512}
+    log.extend(data | {f"partial_rollout/{name}": value for name, value in ours.items()}, 7)
+    assert lines[0] in (ROOT / "docs/working.md").read_text().splitlines()
+
+
+def filtered(step, groups, total, differ=0):
+    names = {"groups": groups, "groups_total": total, "scores_differ": differ}
+    return {"training/global_step": step, **{f"partial_rollout/filter/{name}": each for name, each in names.items()}}
+
+
+def test_what_dynamic_sampling_discards_stands_in_the_step_and_where_the_data_ends(monkeypatch):
+    log, lines = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+    log.extend(filtered(1, 36, 36), 1)
+    log.extend(filtered(2, 0, 36), 2)
+    assert [line.rpartition(" | ")[2] for line in lines] == [
+        "discarded 36 of 40 groups (equal acc)",
+        "discarded 0 of 4 groups (equal acc)",
+    ]
+    assert log.data_ended(2) == (
+        "the data ends after step 2 of 20 (trainer.total_epochs=2): dynamic sampling discarded 36 of 44 groups (equal acc)"
+    )
+    # A resumed process counts what the others discarded.
+    resumed, _ = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+    resumed.extend(filtered(10, 6, 1360), 10)
+    assert "discarded 1,360 of 1,400 groups" in resumed.data_ended(10)
+
+
+def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(monkeypatch):
+    log, lines = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+    for step, differ in enumerate((0, 36, 36), 1):
+        log.extend(filtered(step, 36, 36 * step, differ), step)
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert "in step 2" in warning and "36 groups whose samples have equal acc and different scores" in warning
+    assert "algorithm.filter_groups.metric=seq_final_reward" in warning
+
+
+# -- a sample of step 1 --------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def batch_of(prompt, response, trained, score=None):
+    """One sample, padded by a token on each side, as both arms have it."""
+    tensors = {
+        "prompts": [0, *map(ord, prompt)],
+        "responses": [*map(ord, response), 0],
+        "response_mask": [*map(int, trained), 0],
+        "attention_mask": [0] + [1] * (len(prompt) + len(response)) + [0],
+    }
+    if score is not None:
+        tensors["rm_scores"] = [0.0] * len(response) + [score]
+    return DataProto.from_single_dict({name: torch.tensor([row]) for name, row in tensors.items()})
+
+
+def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(monkeypatch, tmp_path):
+    log, lines = log_of(monkeypatch, tmp_path)
+    log.show(batch_of("2+2=", "call:4. Four", "111110001111", score=0.5), 1, Letters())
+    (said,) = lines
+    assert (
+        said
+        == (tmp_path / "sample.txt").read_text()
+        == (
+            "-- one sample of step 1: the end of its prompt\n2+2=\n"
+            "-- its response: 12 tokens, 9 of them trained\n"
+            "call:[masked]4. [/masked]Four\n-- its reward: 0.5\n"
+        )
+    )
+    log.show(batch_of("x", "y", "1"), 2, Letters())
+    assert len(lines) == 1
+
+
+def test_long_sample_is_cut_and_one_without_a_score_says_so(monkeypatch, tmp_path):
+    log, lines = log_of(monkeypatch, tmp_path)
+    log.show(batch_of("a" * 3000 + "end", "b" * 900 + "c" * 900, "1" * 1800), 1, Letters())
+    assert f"prompt\n{'a' * 797}end\n" in lines[0] and f"\n{'b' * 800}\n...\n{'c' * 800}\n" in lines[0]
+    assert "its reward: not known yet" in lines[0]
+
+
+def test_sample_with_signs_that_the_terminal_does_not_have_ends_no_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    log, lines = log_of(monkeypatch, tmp_path)
+    log.show(batch_of("é?", "ß", "1", score=1.0), 1, Letters())
+    assert lines[0].isascii() and "ß" in (tmp_path / "sample.txt").read_text(encoding="utf-8")
+
+
+# -- the end -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("enable", "saved", "strategy"), [(True, True, "megatron"), (False, False, "fsdp2")])
+def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, saved, strategy):
+    run_dir = tmp_path / "my run"
+    if saved:
+        (run_dir / "global_step_3" / "actor").mkdir(parents=True)
+    config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
+    config["actor_rollout_ref"] = {"actor": {"strategy": strategy}, "model": {"lora_rank": 0}}
+    first, *commands = step_log.last_lines(OmegaConf.create(config), 3).splitlines()
+    assert first == f"finished after step 3: the run is in {run_dir}. Next:"
+    tools = "python -m recipe.partial_rollout.tools"
+    merge = f"--backend megatron --local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
+    assert [command.strip() for command in commands] == [
+        f"{tools} report '{run_dir}'",
+        *[f"{tools} audit '{run_dir}'"] * enable,
+        *[f"python -m verl.model_merger merge {merge}"] * saved,
+    ]
+    # Of LoRA's adapters verl's merger makes the base model.
+    config["actor_rollout_ref"]["model"]["lora_rank"] = 8
+    assert "merge" not in step_log.last_lines(OmegaConf.create(config), 3)
+
+
 # -- a policy that runs away from its samples ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(monkeypatch, enable):
-    printed = []
-    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-    config = OmegaConf.create({"trainer": {"logger": ["file"]}, "actor_rollout_ref": {"rollout": {}}})
-    log = StepLog(config, SimpleNamespace(enable=enable, separate=False), total_steps=20)
+    log, printed = log_of(monkeypatch, enable=enable, group_filter=None)
     for step in range(1, 12):
         log.extend({"training/global_step": step, KL: 1e-4}, step)
     log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)

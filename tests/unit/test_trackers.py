@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 
@@ -68,7 +69,11 @@ def test_each_run_of_a_multirun_has_an_id_of_its_own(monkeypatch):
     for run in ("a1", "b2"):
         open_run(["swanlab"], run)
         seen.append(os.environ["SWANLAB_RUN_ID"])
-    assert seen == ["a1", "b2"] and os.environ["WANDB_RUN_ID"] == "mine"
+    assert seen == ["a1", "b2"]
+    # A validation alone has no id, and does not go into the run before it.
+    open_run(["swanlab"], None)
+    assert not {"SWANLAB_RUN_ID", "SWANLAB_RESUME", "WANDB_RESUME"} & os.environ.keys()
+    assert os.environ["WANDB_RUN_ID"] == "mine"
 
 
 LOGGED = """
@@ -102,3 +107,38 @@ def test_local_board_leaves_out_what_is_not_finite_says_so_once_and_has_the_last
     newest = max((tmp_path / "board").glob("run-*"))
     lines = [json.loads(line) for file in newest.glob("logs/*/*.log") for line in file.read_text().splitlines()]
     assert sorted((line["index"], line["data"]) for line in lines) == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]
+
+
+ENDS = """
+import os, sys
+os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1]}
+from recipe.partial_rollout.rollout.stop import StopTraining
+from verl_ext import swanlab_board
+from verl_ext.tracking_observer import observed_tracking
+swanlab_board.install()
+endings = {"ends": None, "fails": RuntimeError("no memory"), "stopped": StopTraining(2), "killed": KeyboardInterrupt()}
+for name, ending in endings.items():
+    try:
+        with observed_tracking(lambda data, step: data):
+            from verl.utils.tracking import Tracking
+            kept = Tracking("project", name, ["swanlab"], {})
+            kept.log({"actor/loss": 1.0}, 1)
+            if ending:
+                raise ending
+    except BaseException as error:
+        assert error is ending
+"""
+"""trainings of one process, as of a multirun, each with a run of its own on the board"""
+
+
+def test_board_shows_a_training_that_failed_or_was_stopped_as_such_and_only_a_whole_one_as_finished(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "board")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with sqlite3.connect(tmp_path / "board" / "runs.swanlab") as board:
+        shown = dict(board.execute("select name, status from experiment"))
+    assert shown == {"ends": 1, "fails": -1, "stopped": -1, "killed": -1}
+    (error,) = [
+        path.read_text() for path in (tmp_path / "board").glob("run-*/**/error.log") if "memory" in path.read_text()
+    ]
+    assert "RuntimeError: no memory" in error

@@ -1,5 +1,6 @@
 """The CPU platform and the patches: each fact here fails when the pinned versions no longer need, or no longer fit, one."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
@@ -265,6 +266,24 @@ def test_observer_changes_what_is_logged_and_what_comes_after_finds_it_recorded_
             logger.log({"a": 1}, step=3)
         logger.finish()
     assert vars(tracking.Tracking) == original
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (RuntimeError("x"), 1), (SystemExit(), 1)])
+def test_each_tracker_is_finished_once_with_the_exit_code_of_the_training(monkeypatch, capsys, error, code):
+    import verl.utils.tracking as tracking
+
+    from verl_ext.tracking_observer import observed_tracking
+
+    codes = []
+    wandb = SimpleNamespace(init=lambda **settings: None, finish=lambda exit_code: codes.append(exit_code) or 1 / 0)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with contextlib.suppress(RuntimeError, SystemExit), observed_tracking(lambda data, step: data):
+        kept = tracking.Tracking("p", "e", ["wandb"])
+        if error:
+            raise error
+    assert codes == [code] and "a tracker was not finished: ZeroDivisionError" in capsys.readouterr().err
+    del kept
+    assert codes == [code], "its destructor has nothing to do"
 
 
 def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):

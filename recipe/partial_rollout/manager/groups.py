@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from recipe.partial_rollout.manager.policies import scores_differ
 from recipe.partial_rollout.manager.types import (
     FilteredGroup,
     GroupState,
@@ -209,8 +210,10 @@ class Groups:
         self._move(group, GroupState.FILTERED)
         self._no_longer(group.birth)
         del self.by_order[group.order]
-        lengths = [output.response_length for output in group.outputs]
-        self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths))
+        outputs = group.outputs
+        lengths = [output.response_length for output in outputs]
+        differ = scores_differ(outputs)
+        self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths, differ))
         self.counters.filtered_groups += 1
         self.counters.filtered_tokens += group.finished_length
         group.drop_outputs()

@@ -115,6 +115,14 @@ def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
     return values.pop() if len(said) > 1 and len(values) == 1 else None
 
 
+def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
+    """Whether unmasked samples have different scores.
+
+    The metric of a group that is discarded need not be the score: ``acc`` leaves a penalty out, or says nothing at all.
+    """
+    return len({finite(output.reward_score) for output in outputs if not output.masked}) > 1
+
+
 def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | None:
     """What the reward of a sample says instead of a number for ``metric``; None if it says one."""
     if finite(said := _said(metric, score, info)) is not None:

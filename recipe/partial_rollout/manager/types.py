@@ -234,6 +234,8 @@ class FilteredGroup:
     """value of ``algorithm.filter_groups.metric``, the same in all its samples"""
     lengths: list[int]
     """response tokens of each sample"""
+    scores_differ: bool = False
+    """whether its samples have different scores, although they share ``value``"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,15 @@ def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
 SECTION = "0_overview"
 """what the keys start with, before the slash"""
 
-_HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
+HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 """verl's mean validation reward (accuracy, if the reward function gives one) of a data source"""
+KL = "rollout_corr/k3_kl"
+"""verl's metric: divergence of the policy before the update from the behaviour policy, by the k3 estimator (nats a token).
+Unlike the mean log-ratio, ``rollout_corr/kl``, it is never negative, and has less noise"""
 
 _COPIES = {
+    "reward": "critic/score/mean",
+    "k3_kl": KL,
     "step_s": "timing_s/step",
     "rollout_s": "timing_s/gen",
     "bubble": "partial_rollout/rollout/bubble_fraction",
@@ -119,12 +124,12 @@ _LIFE = ("tool_calls", "generate_sequences")
 """verl's timers of a sample, in both arms"""
 
 FIGURES = ("held_out_reward", *_COPIES)
-"""names of the nine figures"""
+"""names of the figures of every run"""
 
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
     """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
-    return [float(value) for step in steps for key, value in step.items() if _HELD_OUT.fullmatch(key)]
+    return [float(value) for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
 
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:

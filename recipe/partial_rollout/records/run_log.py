@@ -13,6 +13,7 @@ it begins the next, so each process can leave one torn line, its last. Times are
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Sequence
@@ -302,6 +303,15 @@ class Ended(_Event, frozen=True, tag="ended"):
 
 
 Event = RunSettings | Begin | Round | Phase | Checkpoint | Ended
+
+
+def logged_steps(metrics: Path) -> list[int]:
+    """The training steps in the run's file ``metrics``; a torn line has none."""
+    steps = list[int]()
+    for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+            steps.append(msgspec.json.decode(line)["step"])
+    return [step for step in steps if step > 0]
 
 
 class RunLog:

@@ -151,6 +151,7 @@ class Recorder:
         if (filters := self.settings.group_filter) is None:
             return
         self.metrics["filter/groups"] = len(account.filtered)
+        self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
         if account.spared:
             limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches}"
             tqdm.write(

@@ -76,6 +76,13 @@ def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
         yield f"step {step} trained {own} tokens of version {version}; no engine call of its round decoded any"
     for group in round_.trained:
         yield from _faults_of_group(group, step, settings)
+    since = version - settings.max_staleness
+    for group in round_.filtered:
+        if group.birth is not None and not since <= group.birth <= version:
+            yield (
+                f"prompt {group.uid} was filtered in step {step} with birth {group.birth}: "
+                f"a birth of {max(0, since)} to {version}"
+            )
 
 
 def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> Iterator[str]:

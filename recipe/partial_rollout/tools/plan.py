@@ -176,13 +176,13 @@ def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, st
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
     # The engine compiles in the first round.
-    calls = CallColumns.joined(step.round.phase.calls for step in record.later_steps)
+    calls = CallColumns.joined(step.round.phase.calls for step in record.warm_steps)
     return fit(calls), f"fitted to the engine calls of {record.directory}"
 
 
 def seconds_outside_rollout(record: RunRecord | None) -> float | None:
-    """Seconds of a step outside rollout for each trained token, without the first step; None without a run."""
-    steps = record.later_steps if record else []
+    """Seconds of a step outside rollout for each trained token, without the first of each process; None without a run."""
+    steps = record.warm_steps if record else []
     tokens = sum(group.tokens for step in steps for group in step.round.trained)
     return sum(step.seconds("step") - step.seconds("gen") for step in steps) / tokens if tokens else None
 

@@ -76,6 +76,8 @@ class RunRecord:
     """of the process that began last"""
     complete: bool
     """whether the training reached its end"""
+    cold: set[int]
+    """the first step of each process"""
     steps: list[Step]
     phases: list[Phase]
     warnings: list[str]
@@ -99,9 +101,9 @@ class RunRecord:
         return max([trained, *(phase.end for phase in self.phases if phase.step == last.number)])
 
     @property
-    def later_steps(self) -> list[Step]:
-        """Steps without the first, in which the engine compiles; all if there is one only."""
-        return self.steps[1:] or self.steps
+    def warm_steps(self) -> list[Step]:
+        """Steps without the first of each process, in which its engines compile; all if there are no others."""
+        return [step for step in self.steps if step.number not in self.cold] or self.steps
 
     @property
     def calls(self) -> CallColumns:
@@ -126,11 +128,14 @@ def load_run(directory: Path) -> RunRecord:
         )
     warnings: list[str] = []
     phases: list[Phase] = []
+    cold = set[int]()
     rounds = Lineage[Round](keep=lambda round_: round_)
     for event in read_log(directory, warnings):
         rounds.take(event)
         if isinstance(event, Phase):
             phases.append(event)
+        elif isinstance(event, RunSettings):
+            cold = {step for step in cold if step <= event.resumed} | {event.resumed + 1}
     settings, complete = rounds.settings, rounds.ended is not None and rounds.ended.complete
     if undone := {round_.step for round_ in rounds.undone}:
         warnings.append(f"{directory}: {_span(undone)} trained again after a resume; the last attempt counts")
@@ -139,7 +144,7 @@ def load_run(directory: Path) -> RunRecord:
     for line in read_metrics(directory / METRICS, warnings):
         metrics.setdefault(line.step, {}).update(line.values)
     steps = _join(directory, rounds.standing(), metrics, warnings, separate=settings.separate)
-    return RunRecord(str(directory), settings, complete, steps, phases, warnings)
+    return RunRecord(str(directory), settings, complete, cold, steps, phases, warnings)
 
 
 def _join(

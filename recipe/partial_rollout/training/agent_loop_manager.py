@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -70,6 +70,8 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
+    on_batch: Callable[[DataProto, int], None] = staticmethod(lambda batch, step: None)
+    """called with each batch for training and its step"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
@@ -99,6 +101,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         showing = watch_round(recorder.control, batch_groups, step, time.monotonic())
         output = await wait(super().generate_sequences(prompts), None, "the round", None, watches=[showing])
         spread_infos(output, validate=False)
+        self.on_batch(output, step)
         phase = RolloutPhase(start, time.time(), await self._take_calls())
         recorder.round(self._round(phase, prompts, output))
         await recorder.engines()
@@ -184,10 +187,12 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         """Return verl's own validation, or the driver's next batch, whose row i belongs to slot i // rollout.n."""
         if prompts.meta_info.get("validate", False):
             return await super().generate_sequences(prompts)
-        groups = await self._driver.next_batch(int(prompts.meta_info["global_steps"]))
+        step = int(prompts.meta_info["global_steps"])
+        groups = await self._driver.next_batch(step)
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
+        self.on_batch(batch, step)
         timings = [AgentLoopMetrics.model_validate(o.metrics).model_dump() for group in groups for o in group.outputs]
         batch.meta_info["timing"] = self._performance_metrics([timings], batch)
         return batch

@@ -1,10 +1,14 @@
-"""Logs a step beside verl's own record: the overview's metrics, one line, warnings of collapse, pictures."""
+"""Logs a step beside verl's own record: the overview's metrics, a line, warnings, pictures; and a run's last lines."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from itertools import groupby
 from math import isfinite, nan
 from numbers import Real
+from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,31 +17,34 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import length_sigmas, overview
+from recipe.partial_rollout.records.figures import HELD_OUT, KL, length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.training.trackers import SWANLAB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from verl.protocol import DataProto
 
+FILTER = "partial_rollout/filter"
+"""what the metrics of dynamic sampling start with"""
 PICTURES = "1_pictures"
 """section of the pictures"""
 PICTURES_EVERY = 10
 """steps from one pair of pictures (timeline of the round, response lengths) to the next"""
-KL = "rollout_corr/k3_kl"
-"""verl's metric: divergence of the policy before the update from the behaviour policy, by the k3 estimator (nats a token).
-Unlike the mean log-ratio, ``rollout_corr/kl``, it is never negative, and has less noise"""
 _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 """the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """verl's names for losses, gradients, rewards, advantages and divergences"""
 
+SAMPLE = "sample.txt"
+"""file of the run directory with the sample that step 1 shows"""
+_SHOWN = 800
+"""characters of a sample's prompt, and of the beginning and the end of its response"""
+
 MOST_CALLS = 2000
 """calls that a timeline draws at most; of more it draws every second, third, ..."""
 _ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
-_TOLERANCE_S = 0.5
-"""a call may begin this long before its round and still belong to it: clocks of processes differ"""
 
 
 class StepLog:
@@ -49,18 +56,56 @@ class StepLog:
     """
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, total_steps: int) -> None:
-        self._settings, self._total = settings, total_steps
+        self._config, self._settings, self._total = config, settings, total_steps
         self._on_swanlab = SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
+        self._sample = ""
+        """of step 1, as text"""
+        self._discarded = 0
+        """groups that dynamic sampling has discarded since the training began"""
+        self._warned = False
+        """whether discarded groups of different scores were warned of"""
+
+    def show(self, batch: DataProto, step: int, tokenizer: Any) -> None:
+        """Show a sample of the batch of step 1: in the terminal, in a file, and in SwanLab with the first pictures."""
+        if step == 1:
+            self._sample = sample_text(batch, tokenizer)
+            (Path(self._config.trainer.default_local_dir) / SAMPLE).write_text(self._sample, encoding="utf-8")
+            # A terminal need not have every sign that a model writes.
+            signs = sys.stdout.encoding or "ascii"
+            tqdm.write(self._sample.encode(signs, "backslashreplace").decode(signs))
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Return the metrics of ``step`` with the overview's; print the line and any warnings."""
         data = {**overview(data, partial=self._settings.enable), **data}
-        tqdm.write(step_line(data, step, self._total, got="wait" if self._settings.separate else "rollout"))
-        warnings = (not_finite(data, step), self._drift.observe(data, step) if self._settings.enable else None)
+        tqdm.write(step_line(data, step, self._total, self._settings))
+        self._discarded = int(data.get(f"{FILTER}/groups_total", self._discarded))
+        warnings = [not_finite(data, step), self._scores_differ(data, step)]
+        if self._settings.enable:
+            warnings.append(self._drift.observe(data, step))
         for warning in filter(None, warnings):
             tqdm.write(warning)
         return data
+
+    def _scores_differ(self, data: Mapping[str, Any], step: int) -> str | None:
+        """A warning, once, if dynamic sampling discards groups of different scores."""
+        groups, filters = data.get(f"{FILTER}/scores_differ"), self._settings.group_filter
+        if not groups or filters is None or self._warned:
+            return None
+        self._warned = True
+        return (
+            f"warning: in step {step} dynamic sampling discarded {groups:.0f} groups whose samples have equal "
+            f"{filters.metric} and different scores: algorithm.filter_groups.metric=seq_final_reward compares the scores. "
+            f"Leave {filters.metric} if they differ by what should not decide (DAPO's penalty on length)"
+        )
+
+    def data_ended(self, step: int) -> str:
+        """A line that says why the training ends after ``step``."""
+        taken = discarded(self._discarded, step * self._settings.batch_groups, self._settings)
+        return (
+            f"the data ends after step {step} of {self._total} (trainer.total_epochs={self._config.trainer.total_epochs}): "
+            f"dynamic sampling {taken}"
+        )
 
     def close(self, step: int, round_: Round | None) -> None:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
@@ -69,20 +114,23 @@ class StepLog:
             import swanlab
 
             pictures = {"timeline": timeline(round_), "lengths": length_histogram(round_)}
-            swanlab.log({f"{PICTURES}/{name}": swanlab.Image(each) for name, each in pictures.items()}, step=step)
+            sent: dict[str, Any] = {f"{PICTURES}/{name}": swanlab.Image(each) for name, each in pictures.items()}
+            if step == 1:
+                sent[f"{PICTURES}/sample"] = swanlab.Text(self._sample)
+            swanlab.log(sent, step=step)
 
 
-def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> str:
+def step_line(data: Mapping[str, Any], step: int, total: int, settings: PartialRolloutConfig) -> str:
     """Format a step's main metrics as a line; the file and the trackers have all of them.
 
     Args:
         data: metrics; those of a validation alone have a line of their own.
         total: steps of the training.
-        got: name of the time until the trainer had its batch.
     """
+    scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if HELD_OUT.fullmatch(key)]
+    held_out = f"validation {'  '.join(scores)}"
     if "training/global_step" not in data:
-        scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if "val-core" in key]
-        return f"step {step:>3}  validation  {'  '.join(scores)}"
+        return f"step {step:>3} | {held_out}"
 
     def get(key: str) -> float:
         return float(data.get(key, nan))
@@ -92,14 +140,66 @@ def step_line(data: Mapping[str, Any], step: int, total: int, *, got: str) -> st
         f"step {step:>3}/{total}",
         f"reward {get('critic/score/mean'):.3f}",
         f"length {get('response_length/mean'):.0f}",
-        f"{whole:.1f} s = {got} {rollout:.1f} + train {whole - rollout:.1f}",
+        f"{whole:.1f} s = {'wait' if settings.separate else 'rollout'} {rollout:.1f} + train {whole - rollout:.1f}",
         f"{get('partial_rollout/rollout/tokens_per_s'):,.0f} tok/s",
     ]
     if "partial_rollout/staleness/mean" in data:
         stale, most = get("partial_rollout/staleness/mean"), get("partial_rollout/staleness/max")
         parts.append(f"stale {stale:.2f} (max {most:.0f})")
         parts.append(f"carried {get('partial_rollout/buffer/carried_groups'):.0f}")
+    if f"{FILTER}/groups" in data:
+        parts.append(discarded(int(get(f"{FILTER}/groups")), settings.batch_groups, settings))
+    if scores:
+        parts.append(held_out)
     return " | ".join(parts)
+
+
+def discarded(groups: int, trained: int, settings: PartialRolloutConfig) -> str:
+    """What dynamic sampling has done, beside the groups ``trained``."""
+    metric = settings.group_filter and settings.group_filter.metric
+    return f"discarded {groups:,} of {groups + trained:,} groups (equal {metric})"
+
+
+def last_lines(config: DictConfig, step: int) -> str:
+    """Where the run is that has ended after ``step``, and the commands that come next."""
+    run_dir, tools = Path(config.trainer.default_local_dir), "python -m recipe.partial_rollout.tools"
+    weights, backend = run_dir / f"global_step_{step}" / "actor", config.actor_rollout_ref.actor.strategy
+    merge = f"python -m verl.model_merger merge --backend {'megatron' if backend == 'megatron' else 'fsdp'}"
+    commands = {
+        f"{tools} report {quote(str(run_dir))}": True,
+        f"{tools} audit {quote(str(run_dir))}": config.partial_rollout.enable,
+        f"{merge} --local_dir {quote(str(weights))} --target_dir {quote(str(run_dir / 'model'))}": weights.is_dir()
+        # Of adapters it makes the base model.
+        and not config.actor_rollout_ref.model.get("lora_rank"),
+    }
+    next_ones = [command for command, applies in commands.items() if applies]
+    return "\n  ".join([f"finished after step {step}: the run is in {run_dir}. Next:", *next_ones])
+
+
+# -- a sample ----------------------------------------------------------------------------------------------------------
+
+
+def sample_text(batch: DataProto, tokenizer: Any) -> str:
+    """The first sample of ``batch``: the end of its prompt, the beginning and the end of its response, and its reward.
+
+    What is masked, such as a tool's text, stands in marks.
+    """
+    data, width = batch.batch, batch.batch["prompts"].shape[1]
+    whole = data["attention_mask"][0].bool()
+    prompt = tokenizer.decode(data["prompts"][0][whole[:width]].tolist())
+    response, mask = (data[name][0][whole[width:]].tolist() for name in ("responses", "response_mask"))
+    text = ""
+    for trained, run in groupby(zip(response, mask, strict=True), key=lambda token: token[1] > 0):
+        part = tokenizer.decode([token for token, _ in run])
+        text += part if trained else f"[masked]{part}[/masked]"
+    if len(text) > 2 * _SHOWN:
+        text = f"{text[:_SHOWN]}\n...\n{text[-_SHOWN:]}"
+    scores = data.get("rm_scores", None)
+    return (
+        f"-- one sample of step 1: the end of its prompt\n{prompt[-_SHOWN:]}\n"
+        f"-- its response: {len(response):,} tokens, {sum(mask):,} of them trained\n"
+        f"{text}\n-- its reward: {'not known yet' if scores is None else f'{scores[0].sum():g}'}\n"
+    )
 
 
 # -- warnings of collapse ----------------------------------------------------------------------------------------------
@@ -148,7 +248,7 @@ class PolicyDrift:
 def timeline(round_: Round) -> Figure:
     """Draw each engine call as a line, by start, those of a replica in one band.
 
-    Under separate placement the calls are those that ended since the batch before, and may have begun long before it.
+    Under separate placement the round is the time since the batch before, and the calls are those that ended in it.
     """
     phase = round_.phase
     calls = sorted(phase.calls, key=lambda call: (str(call.replica), call.start))
@@ -161,12 +261,11 @@ def timeline(round_: Round) -> Figure:
     for i in range(1, len(calls)):
         if calls[i].replica != calls[i - 1].replica:
             axes.axhline(i - 0.5, color=_ENGINE, linewidth=1)
-    axes.set(xlim=(0, max(phase.seconds, 1e-3)), ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
-    if len(spans) and spans.min() < -_TOLERANCE_S:
-        axes.axvspan(0, phase.seconds, color=_ROUND, zorder=0, label="from the batch before to this one")
-        # As much before and after it as calls reach, at most its own length.
-        before, after = max(spans.min(), -phase.seconds), min(spans.max(), 2 * phase.seconds)
-        axes.set(xlim=(before, max(after, phase.seconds)), xlabel="seconds from the batch before")
+    # Under separate placement calls begin before the batch before, and end after this one: at most its length is drawn.
+    first, last = spans.min(initial=0.0), spans.max(initial=phase.seconds)
+    reach = max(first, -phase.seconds), max(min(last, 2 * phase.seconds), 1e-3)
+    axes.axvspan(0, phase.seconds, color=_ROUND, zorder=0, label="the round")
+    axes.set(xlim=reach, ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
     axes.set_ylabel("engine calls, by replica and start")
     axes.set_title(f"step {round_.step}: {len(phase.calls)} calls, {phase.decoded_tokens:,} tokens", loc="left")
     axes.legend(loc="lower right", fontsize=8)

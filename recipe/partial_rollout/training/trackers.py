@@ -20,9 +20,12 @@ _SET: dict[str, str] = {}
 """variables that this process has set"""
 
 
-def set_variable(name: str, value: str) -> None:
-    """Set a variable of the environment, unless the user has; the next run of a multirun sets its own."""
-    if os.environ.get(name) in (None, _SET.get(name)):
+def set_variable(name: str, value: str | None) -> None:
+    """Set a variable of the environment, or unset it, unless the user has set it; each run of a multirun sets its own."""
+    if os.environ.get(name) not in (None, _SET.get(name)):
+        return
+    os.environ.pop(name, None)
+    if value is not None:
         os.environ[name] = _SET[name] = value
 
 
@@ -60,9 +63,8 @@ def open_run(loggers: Iterable[str], run: str | None) -> None:
     Args:
         run: None: they draw one.
     """
-    if run is not None:
-        for tracker in ("SWANLAB", "WANDB"):
-            set_variable(f"{tracker}_RUN_ID", run)
-            set_variable(f"{tracker}_RESUME", "allow")
+    for tracker in ("SWANLAB", "WANDB"):
+        set_variable(f"{tracker}_RUN_ID", run)
+        set_variable(f"{tracker}_RESUME", run and "allow")
     if SWANLAB in loggers:
         swanlab_board.install()

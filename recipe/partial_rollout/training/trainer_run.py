@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
-from recipe.partial_rollout.training.step_log import StepLog
+from recipe.partial_rollout.training.step_log import StepLog, last_lines
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG, finished
@@ -159,6 +160,7 @@ class TrainerRun(_VerlsTrainer):
         print(slots.describe())
         self.recorder = recorder = Recorder(settings, self._open_log(control, slots), control, slots)
         rollout.connect(recorder, self.steps, self.stop)
+        rollout.on_batch = partial(self.step_log.show, tokenizer=self.tokenizer)
         if settings.enable:
             self.driver = connect(
                 settings,
@@ -234,6 +236,7 @@ class TrainerRun(_VerlsTrainer):
             if self.driver is not None:
                 finished(self.driver.end())
         self._note_end(complete=True)
+        print(last_lines(self.config, files.completed_step))
 
     def _only_validate(self, loop: Callable[[], object]) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
@@ -301,10 +304,7 @@ class TrainerRun(_VerlsTrainer):
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
         step, every = self.files.completed_step, self.config.trainer.save_freq
-        print(
-            f"the data ends after step {step} of {self.steps.last}: dynamic sampling has consumed it "
-            f"(trainer.total_epochs={self.config.trainer.total_epochs})"
-        )
+        print(self.step_log.data_ended(step))
         if every > 0 and step % every and step > self.files.checkpoints.resumed_step:
             self.global_steps = step
             self._save_checkpoint()

@@ -14,7 +14,7 @@ class Lineage(Generic[T]):
     """What is kept of the rounds of a run.
 
     A process that resumes undoes what is beyond its checkpoint. Where that was set aside, the process has the log that lay
-    beside it (``RunSession.begin``), so none begins beyond the rounds that stand. Here 1 of the first process counts, and 2
+    beside it (``RunFiles.begin``), so none begins beyond the rounds that stand. Here 1 of the first process counts, and 2
     and 3 of the second::
 
         first   1  2

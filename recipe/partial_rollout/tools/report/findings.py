@@ -32,7 +32,8 @@ def _against(other: Other, *, by_wall: bool) -> str:
         )
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
-        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
+        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time, "
+        "without the first step after each start, whose engines are cold"
     )
 
 
@@ -72,14 +73,6 @@ def _quarters(other: Other) -> list[str]:
     ]
 
 
-def _why(base: Side, other: Side) -> str:
-    during = [f"{side.name}'s {'whole run' if side.run.settings.separate else 'rollouts'}" for side in (base, other)]
-    return (
-        f"Of the slots that a full batch fills, {units.share(base.summary.bubble_fraction)} stood empty during "
-        f"{during[0]} and {units.share(other.summary.bubble_fraction)} during {during[1]}."
-    )
-
-
 def _cost(other: Other) -> str:
     summary, base = other.summary, other.base
     parts = []
@@ -89,10 +82,6 @@ def _cost(other: Other) -> str:
             f"(mean {summary.staleness.mean:.2f}), "
             f"{units.share(summary.off_policy_token_fraction)} of its tokens off-policy"
         )
-    first, later = summary.length_bias_step_1, summary.length_bias_steps_1_to_5
-    if first:
-        upto = f", {later:.2f} over the first five" if later else ""
-        parts.append(f"mean trained over dispatched length {first:.2f} in its first step{upto}")
     if base.summary.reward_last is not None and summary.reward_last is not None:
         parts.append(f"reward of the last three steps {summary.reward_last:.3f} against {base.summary.reward_last:.3f}")
     return "; ".join(parts) + "." if parts else f"{other.name} trained nothing."

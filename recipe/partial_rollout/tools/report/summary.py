@@ -98,18 +98,6 @@ def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
 
 
-def _length_bias(label: str, at: int) -> Any:
-    """The figure after the step ``at``."""
-
-    def of(self: Summary) -> float | None:
-        """Mean length of what was trained over that of as many groups first dispatched, those that run with what they have;
-        below 1, short ones came first."""
-        steps = self.run.steps
-        return steps[at].metrics.get(LENGTH_BIAS) if at < len(steps) else None
-
-    return figure(label, units.decimal)(of)
-
-
 class Summary:
     """The figures of a run, those with a label in the order of the table; one is None where the run does not have it."""
 
@@ -217,15 +205,21 @@ class Summary:
         holds = [p for p in self.run.phases if p.name == PhaseName.HOLD and p.start >= self.run.start]
         return spread([hold.end - hold.start for hold in holds])
 
-    @figure("rollout per 1,000 trained tokens", units.kilo_seconds, compared=True)
+    @figure("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def rollout_s_per_trained_token(self) -> float | None:
-        """Seconds of rollout for equal work; none under separate placement, where all of the run is rollout."""
-        return ratio(self.rollout_s, self.trained_tokens)
+        """Seconds of rollout for equal work, without the first step after each start, whose engines are cold; none under
+        separate placement, where all of the run is rollout."""
+        return None if self.run.settings.separate else self._per_trained_token("gen")
 
-    @figure("step per 1,000 trained tokens", units.kilo_seconds, compared=True)
+    @figure("step per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:
-        """Seconds of whole steps, for equal work."""
-        return ratio(self.step_s, self.trained_tokens)
+        """Seconds of whole steps for equal work, without the first step after each start."""
+        return self._per_trained_token("step")
+
+    def _per_trained_token(self, timer: str) -> float | None:
+        steps = self.run.warm_steps
+        tokens = sum(group.tokens for step in steps for group in step.round.trained)
+        return ratio(sum(step.seconds(timer) for step in steps), tokens)
 
     @figure("decoded tokens/s in rollout", units.count, compared=True)
     def decoded_tokens_per_s(self) -> float | None:
@@ -261,9 +255,11 @@ class Summary:
         metrics = [step.metrics for step in self.run.steps]
         return _mean_pair([(each[samples], each[tokens]) for each in metrics if samples in each and tokens in each])
 
-    length_bias_step_1 = _length_bias("trained / dispatched length, step 1", 0)
-    length_bias_steps_1_to_5 = _length_bias("trained / dispatched length, steps 1-5", 4)
-    length_bias = _length_bias("trained / dispatched length, run", -1)
+    @figure("trained / dispatched length", units.decimal)
+    def length_bias(self) -> float | None:
+        """Mean length of what was trained over that of as many groups first dispatched, those that run with what they have;
+        below 1, short ones came first."""
+        return self.run.steps[-1].metrics.get(LENGTH_BIAS)
 
     @figure(f"reward, last {REWARD_STEPS} steps", units.precise)
     def reward_last(self) -> float | None:
