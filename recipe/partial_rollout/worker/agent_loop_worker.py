@@ -140,6 +140,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         grant = sample.grant
         output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
         if self.config.trainer.save_freq > 0:
+            # What a checkpoint can hold can be sent, too.
             check_saveable(sample.id, output)
             return output
         try:

@@ -42,7 +42,7 @@ class SampleClock:
         self._error: Exception | None = None
 
     async def run(self, agent_loop: Awaitable[T]) -> T:
-        """``agent_loop``'s result.
+        """Return ``agent_loop``'s result.
 
         Raises:
             SampleTimeoutError: the clock ran for longer than its deadline.
@@ -94,7 +94,7 @@ class SampleClock:
 
 
 async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
-    """Where ``task`` was when it was cancelled. It may catch that and go on: then it is left to itself, and unheard."""
+    """Cancel ``task`` and return the error that shows where it was. A task that catches it goes on, and nobody hears it."""
     task.cancel()
     await asyncio.wait({task}, timeout=_END_S)
     try:
@@ -205,8 +205,6 @@ class LiveSample:
     """deadline of ``clock``"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run beside each other"""
-    decoded: int = 0
-    """tokens that engines made for it, those of its grant included"""
     calls: int = 0
     """requests to replicas"""
     granted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -226,13 +224,10 @@ class LiveSample:
     """segments that the manager does not know"""
     _known: list[Segment] = field(init=False)
     """first turn of a single-turn sample that goes on from its tokens, until a call asks for it"""
-    _next_turn: int = field(init=False)
 
     def __post_init__(self, deadline_s: float | None) -> None:
         self.clock = SampleClock(f"sample {self.id}", deadline_s)
         self._known = list(self.grant.segments)
-        self.decoded = sum(map(len, self._known))
-        self._next_turn = 1 if self._known else 0
 
     @property
     def id(self) -> str:
@@ -240,8 +235,13 @@ class LiveSample:
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments of its turns, those of its grant included."""
+        """Segments of the turns that have begun, in their order."""
         return [segment for turn in self.turns for segment in turn.segments]
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that engines made for it, those of its grant included."""
+        return sum(map(len, [*self.segments, *self._known]))
 
     @property
     def first_version(self) -> int | None:
@@ -255,11 +255,10 @@ class LiveSample:
         The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
         under another context for any other call.
         """
-        turn = Turn(self._next_turn, start, context, asked, [], unlike)
+        # Number 0 is kept for the turn whose tokens are known.
+        turn = Turn(len(self.turns) + bool(self._known), start, context, asked, [], unlike)
         if self._known and self._known[0].asked == asked:
             turn.number, turn.segments, self._known = 0, self._known, []
-        else:
-            self._next_turn += 1
         self.turns.append(turn)
         return turn
 
@@ -268,7 +267,6 @@ class LiveSample:
         if self.ended or (not len(segment) and segment.stop_reason is None):
             return
         segment = replace(segment, turn=turn.number, asked=turn.asked)
-        self.decoded += len(segment)
         turn.segments.append(segment)
         self.unsent.append(segment)
 
