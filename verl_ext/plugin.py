@@ -15,6 +15,7 @@ from verl_ext import (
     trained_rows,
     v1,
     weight_socket,
+    whole_prompts,
 )
 from verl_ext.guard import VERL, cpu_requested, in_recipe, require, require_tested_pair, when_imported
 
@@ -37,6 +38,8 @@ IN_RECIPE = (
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),
+    ("verl.experimental.reward_loop.reward_manager.base", reward_workers.widen),
+    ("verl.experimental.agent_loop.agent_loop", whole_prompts.patch),
     ("verl.workers.rollout.vllm_rollout.vllm_rollout", weight_socket.name_sender),
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
     ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),

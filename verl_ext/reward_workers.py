@@ -4,18 +4,25 @@
   agent-loop workers read from every answer. Here the answer has it, empty.
 - Ray restarts a worker that dies, ``partial_rollout.failures.worker_restarts`` times. One whose function never returns
   can be ended (``ray.kill(..., no_restart=False)``).
+- Synchronous reward functions run in threads of Python's default pool, of four more than there are cores. A judge's call
+  would wait for a thread there while its deadline runs. Here the pool is as wide as the calls, whose number the agent-loop
+  workers limit (``partial_rollout.reward_concurrency``).
 
-It may go when verl's answers are alike and its workers restart.
+It may go when verl's answers are alike, its workers restart, and its pool is as wide.
 """
 
 import pickle
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 
 from verl_ext.guard import around, replaced
+
+_THREADS = 2**20
+"""most threads of a pool, which are made as they are needed"""
 
 
 class _Compressed:
@@ -55,3 +62,12 @@ def patch(module: Any) -> None:
         self.reward_loop_workers_class = ray.remote(max_restarts=restarts)(worker)
         with replaced(self, "config", _Compressed(self.config)):
             verls(self)
+
+
+def widen(module: Any) -> None:
+    """Give the event loop of each of verl's reward managers a thread for every call."""
+
+    @around(module.RewardManagerBase, "__init__")
+    def init(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        verls(self, *args, **kwargs)
+        self.loop.set_default_executor(ThreadPoolExecutor(_THREADS))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.partial_rollout.tasks.calculator.conversation import call, evaluate
@@ -167,6 +168,30 @@ def test_synchronous_agent_in_a_thread_of_its_own_is_served():
 
     output, _ = trained(agent)
     assert not output.masked and words(output)[0].count("<|im_end|>") == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"expression": "1+2"}', '{"expression": "1+', "", '"1+2"', "[1]", "null", "NaN"]
+)
+def test_tool_call_whose_arguments_are_no_json_object_is_the_agents_to_answer(monkeypatch, arguments):
+    """verl's parser of gpt-oss hands them on as the model has said them."""
+
+    class Raw(ToolParser):
+        async def extract_tool_calls(self, ids, tools=None):
+            return "", [FunctionCall(name="calculator", arguments=arguments)] if len(ids) > 5 else []
+
+    monkeypatch.setitem(ToolParser._registry, "hermes", Raw)
+
+    async def agent(chat, client, row):
+        messages = [question()]
+        while (message := (await asking(client)(messages=messages)).choices[0].message).tool_calls:
+            assert [each.function.arguments for each in message.tool_calls] == [arguments]
+            said = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1"}
+            messages += [message.model_dump(), said]
+
+    output, _ = trained(agent)
+    assert not output.masked, output.extra_fields
+    assert words(output)[0].count("<|im_end|>") == 3 and words(output)[1].count("tool\n") == 2
 
 
 EXAMPLES = [question(1), {"role": "assistant", "content": "!11"}]

@@ -1,5 +1,6 @@
 """A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
 
+import contextlib
 import json
 import shutil
 from inspect import getsource
@@ -17,6 +18,7 @@ from recipe.partial_rollout.config.keys import ConfigError, allowed, declaration
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.rules import DUAL_CLIPS
+from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
 from tests.unit.shared import check_config
 
@@ -189,7 +191,7 @@ MISTAKES = {
     f"{P}.trust_region_bounds=[low,0.3]": "[low, high], each a number above 0, or null",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token with",
     f"+ray_kwargs.ray_init._temp_dir=/tmp/{'d' * 60}": "at most 43 bytes for Ray's sockets",
-    "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: 1.0",
+    "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=None: a number above 0",
@@ -377,6 +379,21 @@ def test_batch_divides_by_the_copies_of_the_model_not_by_the_devices_that_share_
         check_config(
             configure(*shared, f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1")
         )
+
+
+def test_reward_function_beside_a_reward_model_must_take_its_address_and_tokenizer(configure, tmp_path):
+    """verl hands them to the function of each sample, which would fail."""
+    arguments = "data_source, solution_str, ground_truth, extra_info"
+    given = (f"{arguments}=None", f"{arguments}, reward_router_address", f"{arguments}, **more")
+    for i, (signature, alone, beside) in enumerate(zip(given, (1, 0, 1), (0, 0, 1), strict=True)):
+        (tmp_path / f"reward{i}.py").write_text(f"async def compute_score({signature}):\n    return 1.0\n")
+        config = configure(f"reward.custom_reward_function.path={tmp_path}/reward{i}.py")
+        settings = PartialRolloutConfig.from_config(config)
+        for enable, accepted in ((False, alone), (True, beside)):
+            config.reward.reward_model.enable = enable
+            words = "reward_router_address, reward_model_tokenizer" if enable else "a function of data_source"
+            with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
+                assert list(check_code(config, settings)) == []
 
 
 def test_keys_that_verl_or_the_users_own_code_may_read_are_allowed(configure):

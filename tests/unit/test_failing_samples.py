@@ -24,6 +24,7 @@ from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.reward_info import spread_infos
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
+from recipe.partial_rollout.waits import ReplicaError
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, OverlongError
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError
 from tests.unit.loop_life import output_of
@@ -204,6 +205,23 @@ def test_loop_that_keeps_raising_is_left_out_of_a_validation_and_ends_nopr(monke
     assert Loop.runs == 3
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_request_that_a_replica_refuses_costs_its_sample_and_a_dead_replica_ends_the_run(monkeypatch, dead):
+    """A conversation that fills the model's context leaves no room for an answer."""
+    error = ReplicaError("vLLM replica r0 refused request 7: ValueError: no room", dead=dead)
+    monkeypatch.setattr(Loop, "error", error)
+    monkeypatch.setattr(Loop, "fails", range(99))
+    for validate in (False, True):
+        if dead or not validate:
+            with pytest.raises(ReplicaError, match="no room"):
+                generated(flaky(), rows(2, 3), validate=validate, sample_retries=1)
+        else:
+            output = generated(flaky(), rows(2, 3), validate=validate, sample_retries=1)
+            assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
+            assert "ValueError: no room" in output.non_tensor_batch["sample_error"][0]
+        assert Loop.runs == (1 if dead else 3) + (1 if dead else 0)
+
+
 def test_loop_that_cannot_be_made_is_left_out_of_a_validation(monkeypatch):
     monkeypatch.setattr(Loop, "fails", ("made",))
     output = generated(flaky(), rows(2, 3), validate=True, sample_retries=0)
@@ -270,7 +288,7 @@ def test_reward_manager_that_says_no_dictionary_beside_its_score_costs_its_sampl
     monkeypatch.setattr(NaiveRewardManager, "run_single", run_single)
     output = generated(None, rows(2, 3), validate=True)
     assert output.batch["response_mask"].sum(-1).tolist() == [0, 3]
-    assert f"reward of prompt uid0 says {info!r} beside its score" in output.non_tensor_batch["sample_error"][0]
+    assert f"prompt uid0 returned extra information {info!r}: expected" in output.non_tensor_batch["sample_error"][0]
 
 
 @pytest.fixture(params=["legacy", "v1"])

@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.function_tool import FunctionTool
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.unit.loop_life import Life, config_of, output_of, play
+from tests.unit.shared import byte_tokenizer, tool_schema
+from tests.unit.test_tool_recipes import CHATML
 
 PROMPT = [7, 8, 9]
+TOKENIZER = byte_tokenizer(CHATML, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
+QUESTION = {"role": "user", "content": "1+2=_"}
 
 
 async def call(client, prompt=PROMPT, tokens=4, **params):
@@ -91,10 +100,11 @@ def test_loop_need_not_ask_for_log_probs(params):
         np.array(PROMPT),
         torch.tensor([PROMPT]),
         [PROMPT],
+        {"input_ids": np.array([PROMPT])},
         BatchEncoding({"input_ids": PROMPT, "attention_mask": [1, 1, 1]}),
         BatchEncoding({"input_ids": torch.tensor([PROMPT])}),
     ],
-    ids=["array", "tensor [1, L]", "nested list", "BatchEncoding", "BatchEncoding [1, L]"],
+    ids=["array", "tensor [1, L]", "nested list", "dictionary", "BatchEncoding", "BatchEncoding [1, L]"],
 )
 def test_prompt_may_be_of_any_kind_that_verls_server_takes(prompt):
     async def loop(client, row, params):
@@ -105,7 +115,7 @@ def test_prompt_may_be_of_any_kind_that_verls_server_takes(prompt):
 
 
 @pytest.mark.parametrize("gives", [True, False])
-@pytest.mark.parametrize("value", [math.nan, -math.inf, None])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None])
 def test_log_prob_that_is_no_number_costs_its_sample_by_name(value, gives):
     async def loop(client, row, params):
         answer = await call(client, **params)
@@ -121,3 +131,58 @@ def test_log_prob_that_is_no_number_costs_its_sample_by_name(value, gives):
 def test_log_probs_of_the_prompt_are_refused_by_name():
     output = trained(loop_with(prompt_logprobs=0))
     assert output.masked and "prompt_logprobs=0" in output.extra_fields["sample_error"]
+
+
+class WithSystemPrompt(AgentLoopBase):
+    """Adds to the row's prompt, as docs/own_job.md shows it."""
+
+    async def run(self, sampling_params, *, raw_prompt, **row):
+        system = {"role": "system", "content": "1+2*3" * row.get("repeats", 0)}
+        prompt = await self.ct_build_initial_tokens([system, *raw_prompt])
+        answer = await self.server_manager.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
+        return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
+
+
+def with_tools(count):
+    schema = tool_schema("add")
+    return ToolListWrap(
+        [FunctionTool(name=f"add{i}", fn=sum, tool_schema=schema, is_async=False) for i in range(count)]
+    )
+
+
+@pytest.mark.parametrize("enough", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "tools", "row"),
+    [
+        (SingleTurnAgentLoop, 0, {"raw_prompt": [QUESTION] * 3}),
+        (WithSystemPrompt, 0, {"raw_prompt": [QUESTION], "repeats": 12}),
+        (ToolAgentLoop, 3, {"raw_prompt": [QUESTION]}),
+    ],
+)
+def test_prompt_that_verl_would_cut_on_its_left_fails_its_sample_with_key_and_tokens(kind, tools, row, enough):
+    """The row alone fits: a loop adds a system prompt, or its template the tools."""
+    limit = 2000 if enough else 40
+    turns = {"max_user_turns": 1, "max_assistant_turns": 1, "max_parallel_calls": 1, "max_tool_response_length": 9}
+    multi_turn = SimpleNamespace(format="hermes", tool_response_truncate_side="left", **turns)
+    config = config_of(64, limit, multi_turn=multi_turn, full_determinism=False)
+
+    async def loop(client, _, params):
+        more = {"hf_model_type": "qwen3", "tools": with_tools(tools)}
+        made = kind(DictConfigWrap(config), client, TOKENIZER, None, RLHFDataset, DictConfigWrap({}), **more)
+        return await made.run({**params, "max_tokens": 4}, **row)
+
+    async def story(life):
+        (output,) = await life.train()
+        if not enough:
+            with pytest.raises(ValueError, match=r"rollout\.prompt_length=40"):
+                await life.validate({})
+        return output
+
+    output = play(lambda: Life(loop, [{}], config=config), story)
+    if enough:
+        assert not output.masked and len(output.prompt_ids) > 40
+    else:
+        said = output.extra_fields["sample_error"]
+        assert (
+            output.masked and "a prompt of " in said and "tokens (actor_rollout_ref.rollout.prompt_length=40)" in said
+        )

@@ -74,6 +74,45 @@ def test_calls_of_a_sample_are_no_more_requests_than_there_are_slots():
     assert output.response_length == 5 and life.engine.most == 3
 
 
+@pytest.mark.parametrize("slots", [2, 12])
+@pytest.mark.parametrize("when", ["before the first round", "between two", "in a round"])
+def test_worker_whose_slots_are_resized_makes_no_more_requests_than_it_has_slots_now(slots, when):
+    async def loop(client, row, params):
+        calls, tokens = (16, 40) if row["asks"] else (1, 5)
+        answers = await asyncio.gather(*[ask(client, params, tokens) for _ in range(calls)])
+        return output_of(PROMPT, answers[0].token_ids)
+
+    async def story(life):
+        if when == "between two":
+            await life.stop_round()
+        elif when == "in a round":
+            while not life.actor._manager.samples.running.total():
+                await asyncio.sleep(0.001)
+        await life.actor.resize_workers(slots)
+        if when == "between two":
+            await life.next_round()
+        while not life.outputs.get("0/1"):
+            await life.stop_round()
+            life.engine.most = 0
+            await life.next_round()
+        await life.train()
+        return life.engine.most
+
+    def life():
+        made = Life(loop, [{"asks": False}, {"asks": False}, {"asks": True}, {"asks": True}], slots=6)
+        if when == "before the first round":
+            serve = made.serve
+
+            async def serve_resized():
+                await serve()
+                await made.actor.resize_workers(slots)
+
+            made.serve = serve_resized
+        return made
+
+    assert play(life, story) == slots
+
+
 async def limited(client, row, params):
     """Gives a call a time limit, and asks again."""
     with pytest.raises(TimeoutError):

@@ -4,21 +4,30 @@ import asyncio
 import contextlib
 import itertools
 import os
+import threading
 import traceback
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import numpy as np
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+from verl.protocol import DataProto
 
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import (
     RewardError,
     RewardWorkers,
     RewardWorkersLostError,
+    checked,
+    paces_rewards,
+    reward_of,
     reward_places,
 )
 from tests.unit.shared import hangs, live_sample
@@ -59,6 +68,88 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
 
     await asyncio.gather(*[score(i) for i in range(12)])
     assert most == 2
+
+
+def manager_of(name, function, **reward):
+    """verl's reward manager of this name, around the user's ``function``."""
+    kind = get_reward_manager_cls(name)
+    # Its limits are the class's: those of the first one that is made.
+    kind._class_initialized = False
+    config = OmegaConf.create({"reward": {"max_concurrent": 64, **reward}, "trainer": {"experiment_name": "a"}})
+    return kind(config, SimpleNamespace(decode=lambda ids, skip_special_tokens: "x"), function)
+
+
+def one_row():
+    tensors = {"responses": torch.ones(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    rows = {"data_source": ["a"], "reward_model": [{"ground_truth": "1"}], "extra_info": [{}]}
+    return DataProto(TensorDict(tensors, 1), {key: np.array(value, object) for key, value in rows.items()})
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited"])
+async def test_synchronous_judge_has_a_thread_for_every_call(name):
+    """The default pool has four threads more than there are cores, and a deadline runs while a call queues for one."""
+    together = threading.Barrier(60)
+
+    def judge(**_):
+        together.wait(20)
+        return 1.0
+
+    manager = manager_of(name, judge)
+    scored = await asyncio.gather(*[reward_of(manager.run_single(one_row()), i, 30.0) for i in range(60)])
+    assert [checked(each["reward_score"], "p", each["reward_extra_info"]) for each in scored] == [1.0] * 60
+
+
+def raises(error):
+    def judge(**_):
+        raise error
+
+    return judge
+
+
+async def late(**_):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        (raises(ConnectionError("the judge is away")), "failed on prompt 0/7: the judge is away"),
+        (raises(ConnectionError()), "failed on prompt 0/7: "),
+        (raises(TimeoutError("of its own")), r"gave no score for prompt 0/7 in time \(reward\.timeout\)"),
+        (lambda **_: {"acc": 1.0}, "failed on prompt 0/7: 'score'"),
+        (late, r"gave no score for prompt 0/7 in time \(reward\.timeout\)"),
+    ],
+)
+async def test_error_that_verls_limiting_manager_turns_into_a_score_of_zero_is_a_failed_reward(judge, said):
+    found = await manager_of("rate_limited", judge, timeout=0.05).run_single(one_row())
+    assert found["reward_score"] == 0.0
+    with pytest.raises(RewardError, match=f"reward function {said}"):
+        checked(found["reward_score"], "0/7", found["reward_extra_info"])
+
+
+@pytest.mark.parametrize("name", ["naive", "rate_limited"])
+async def test_score_beside_words_of_an_error_is_a_score(name):
+    """A judge of programs may say that the model's program failed, or was late."""
+    for said in ({"error": "SyntaxError"}, {"timeout": True}, {"acc": 0.0, "error": "", "timeout": True}):
+        found = await manager_of(name, lambda said=said, **_: {"score": 0.0, **said}).run_single(one_row())
+        assert checked(found["reward_score"], "0/7", found["reward_extra_info"]) == 0.0
+    assert checked(0.0, "0/7", {"acc": 0.0, "timeout": False}) == 0.0
+
+
+async def test_reward_call_that_queues_in_verls_limiting_manager_has_the_managers_deadline(monkeypatch):
+    for name, paces in (("rate_limited", True), ("naive", False)):
+        assert paces_rewards(OmegaConf.create({"reward": {"reward_manager": {"name": name}}})) is paces
+    scored = []
+
+    async def compute_score(self, outputs, kwargs):
+        await asyncio.sleep(0.2)
+        scored.append(kwargs["uid"])
+
+    monkeypatch.setattr(AgentLoopWorker, "_compute_score", compute_score)
+    scoring = build_worker(reward_s=0.05)
+    scoring._paces = True
+    await scoring._compute_score([], {"uid": "0/7"})
+    assert scored == ["0/7"]
 
 
 @pytest.mark.parametrize(

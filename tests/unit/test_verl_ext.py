@@ -120,6 +120,8 @@ NEEDED = [
     ),
     ("verl.experimental.reward_loop.reward_loop", 'return {"reward_score": rm_score}'),
     ("verl.experimental.agent_loop.agent_loop", 'result["reward_extra_info"]'),
+    ("verl.experimental.agent_loop.agent_loop", "return prompt_ids[-prompt_length:]"),
+    ("verl.experimental.reward_loop.reward_manager.naive", "self.loop.run_in_executor("),
     (f"{VLLM_ROLLOUT}.vllm_async_server", '"VERL_RAY_JOB_ID"] = ray.get_runtime_context().get_job_id()'),
     (f"{VLLM_ROLLOUT}.vllm_rollout", "job_id = ray.get_runtime_context().get_job_id()"),
     (f"{VLLM_ROLLOUT}.vllm_rollout", "-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock"),

@@ -108,7 +108,7 @@ async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_
 
 @pytest.mark.parametrize(
     ("held", "message"),
-    [(True, "w1 has lost the conversation that the manager thinks it holds"), (False, "w1 still has the conversation")],
+    [(True, "as held by w1, which has no conversation"), (False, "as new to w1, which still has its conversation")],
 )
 async def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(held, message):
     async with training([[5], [60]]) as one:

@@ -80,8 +80,9 @@ verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_m
 verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed
     has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
         multi_modal_data
-verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed
+verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed whole_prompts
     has: __init__ run
+    calls: _cap_text_prompt_length(prompt_ids)
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
@@ -137,6 +138,8 @@ verl.experimental.agent_loop.agent_loop <- user_code
 verl.workers.config:HFModelConfig <- task_runner trainer_config
     has: tokenizer processor override_config use_remove_padding
 # data, tools, losses
+verl.experimental.reward_loop.reward_manager.base:RewardManagerBase <- reward_workers
+    has: __init__ loop
 verl.tools.base_tool:BaseTool <- tool_deadline workspace
     has: __init__ create execute release
 verl.tools.function_tool:FunctionTool <- tool_deadline

@@ -42,11 +42,8 @@ UNKNOWN = -1
 """version of a server that was not told any"""
 
 
-class Mark(NamedTuple):
-    """The first ``tokens`` tokens of a request were made by ``version``, but for those of earlier marks."""
-
-    tokens: int
-    version: int
+Mark = tuple[int, int]
+"""tokens, version: so many of the first tokens of a request were made by ``version``, but for those of earlier marks"""
 
 
 class Span(NamedTuple):
@@ -93,7 +90,7 @@ async def _all_processed(engine: Any) -> None:
 
 
 def tokens_made(engine: Any) -> dict[str, int]:
-    """Tokens made so far by each unfinished request of ``engine``, by the request id that ``generate`` was given."""
+    """Return the tokens made so far by each unfinished request of ``engine``, by the request id given to ``generate``."""
     states = engine.output_processor.request_states.values()
     return {
         state.external_req_id: state.detokenizer.num_output_tokens()
@@ -109,16 +106,16 @@ def note_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version
     >>> note_marks(marks, {"a": 5, "of another": 7}, version=3)
     >>> note_marks(marks, {"a": 5}, version=4)
     >>> marks
-    {'a': [Mark(tokens=5, version=3)]}
+    {'a': [(5, 3)]}
     """
     for request_id, own in marks.items():
         tokens = made.get(request_id, 0)
-        if tokens > (own[-1].tokens if own else 0):
-            own.append(Mark(tokens, UNKNOWN if version is None else version))
+        if tokens > (own[-1][0] if own else 0):
+            own.append((tokens, UNKNOWN if version is None else version))
 
 
-def spans(tokens: int, marks: Sequence[tuple[int, int]], version: int) -> list[Span]:
-    """A request's tokens by the versions that made them, in order: at least one span, empty only without any token.
+def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
+    """Divide a request's tokens by the versions that made them: at least one span, empty only without any token.
 
     >>> spans(12, [(5, 3), (9, 4)], version=5)
     [Span(start=0, stop=5, version=3), Span(start=5, stop=9, version=4), Span(start=9, stop=12, version=5)]
@@ -149,7 +146,7 @@ _MARK = "@"
 
 
 def request_id_of(group: str, first_version: int | None) -> str:
-    """A new vLLM request id for an engine call of a sample of ``group``.
+    """Make a new vLLM request id for an engine call of a sample of ``group``.
 
     Args:
         first_version: version of the weights that made the sample's first token; None if there is none, or if unknown.
@@ -158,7 +155,7 @@ def request_id_of(group: str, first_version: int | None) -> str:
 
 
 def salt_of(request_id: str, version: int | None) -> str:
-    """The salt of a request, which decides whose blocks it may find; ``version`` is that of the engine's weights."""
+    """Return the salt of a request, which decides whose blocks it may find; ``version`` is that of the engine's weights."""
     group, mark, call = request_id.partition(_MARK)
     if not mark:
         return f"version {version}"

@@ -62,13 +62,13 @@ ProcessId = tuple[int, float]
 
 @dataclass(slots=True)
 class Asked:
-    """What is known of a request, from when the server is asked until it answers."""
+    """Facts about a request, from when the server is asked until it answers."""
 
     queued_s: float = 0.0
     """seconds that it was queued before it first ran; 0 if unknown: with vLLM's statistics off (``disable_log_stats``),
     for a request that made a token"""
     marks: list[Mark] = field(default_factory=list)
-    """of the holds that it was in"""
+    """a mark for each hold that it was in"""
 
 
 class AdmittingEngine:
@@ -76,27 +76,28 @@ class AdmittingEngine:
 
     Args:
         engine: the ``AsyncLLM``.
-        salt: of a request, by its id: it finds only KV blocks of requests with the same (``salt_of``). None: of any.
+        salt: gives a request's salt by its id; requests share KV blocks only under the same salt (``salt_of``). None: all
+            share them.
     """
 
     def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:
         self._engine = engine
         self._salt = salt
         self.requests: dict[str, Asked] = {}
-        """by id; whoever asks keeps them"""
+        """by id; the server adds and removes them"""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def pause_generation(self, **options: Any) -> None:
-        """As vLLM's; the tokens that its core keeps back (``verl_ext.piecewise_scheduler``) are sent before it aborts."""
+        """Do as vLLM's; first the core sends the tokens that it keeps back (``verl_ext.piecewise_scheduler``)."""
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._engine.pause_generation(**options)
 
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput | None, None]:
-        """``AsyncLLM.generate``, which first yields None: from then on a pause or an abort covers the request.
+        """Do as ``AsyncLLM.generate``, but first yield None: from then on a pause or an abort covers the request.
 
         The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
         the request with an output of the tokens so far: none, if it was still queued. If the caller stops before the
@@ -135,7 +136,7 @@ class AdmittingEngine:
 
 
 def _last_only(params: SamplingParams) -> SamplingParams:
-    """``params``, or a copy that asks only for the last output if they ask for every output with all tokens so far.
+    """Return ``params``, or a copy for the last output alone if they ask for every output with all tokens so far.
 
     Its log-probs are kept in lists of numbers, not in objects for each token, which Python's garbage collector walks.
     """
@@ -146,7 +147,7 @@ def _last_only(params: SamplingParams) -> SamplingParams:
 
 
 class _Sampled:
-    """As verl's server reads a token's log-probs: ``log_probs[token].logprob``."""
+    """A token's log-prob, as verl's server reads it: ``log_probs[token].logprob``."""
 
     __slots__ = ("logprob",)
 
@@ -155,7 +156,7 @@ class _Sampled:
 
 
 def _sampled(log_probs: FlatLogprobs) -> Iterator[_Sampled]:
-    """The first log-prob of each token, which is the sampled token's."""
+    """Yield the first log-prob of each token, which is the sampled token's."""
     each = _Sampled()
     for start in log_probs.start_indices:
         each.logprob = log_probs.logprobs[start]
@@ -173,7 +174,7 @@ def _thin(output: RequestOutput) -> None:
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:
-    """Seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token, it was queued to its end."""
+    """Return the seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token: to its end."""
     stats = output.metrics
     if stats is not None and stats.scheduled_ts:
         return max(0.0, stats.scheduled_ts - stats.queued_ts)
@@ -207,7 +208,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """As verl's, with KV blocks kept free for samples that run; the first replica says what vLLM has chosen."""
+        """Do as verl's, with KV blocks kept free for samples that run; the first replica says what vLLM has chosen."""
         # What the user has set stays.
         args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
         args.scheduler_cls = args.scheduler_cls or PIECEWISE
@@ -224,7 +225,7 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
     ) -> TokenOutput:
-        """As verl's, with more ``extra_fields``.
+        """Do as verl's, with more ``extra_fields``.
 
         ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
         """
@@ -235,12 +236,12 @@ class RecipeVLLMServer(vLLMHttpServer):
             del self.engine.requests[request_id]
         output.extra_fields["queued_s"] = asked.queued_s
         if asked.marks:
-            output.extra_fields["version_marks"] = [tuple(mark) for mark in asked.marks]
+            output.extra_fields["version_marks"] = asked.marks
         self._decoded += len(output.token_ids)
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As verl's, but with ``resume_kv=keep`` the blocks stay."""
+        """Do as verl's, but with ``resume_kv=keep`` the blocks stay."""
         return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
 
     async def hold(self) -> None:
@@ -259,12 +260,12 @@ class RecipeVLLMServer(vLLMHttpServer):
         note_marks(marks, tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:
-        """As verl's; ends a hold."""
+        """Do as verl's, and end a hold."""
         self._held = False
         await super().resume_engine_generation()
 
     async def clear_kv_cache(self) -> None:
-        """As verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
+        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
 
         During a hold it does nothing: the hold has dropped everything, and nothing has been computed since.
         """
@@ -277,25 +278,26 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """As verl's, but keeps the error of a failed weight sync."""
+        """Do as verl's, but keep the error of a failed weight sync."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
             if method in _SYNC_METHODS:
-                self._weight_sync_error = one_line(error)
+                # The first says why; what fails after it fails because of it.
+                self._weight_sync_error = self._weight_sync_error or one_line(error)
             raise
 
     async def weight_sync_error(self) -> str | None:
-        """Why the last weight sync failed in this server's engine, or None."""
+        """Return why the last weight sync failed in this server's engine, or None."""
         return self._weight_sync_error
 
     async def check_alive(self) -> None:
-        """Raises ``EngineDeadError`` if this server's engine has died."""
+        """Raise ``EngineDeadError`` if this server's engine has died."""
         if self.node_rank == 0:
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Requests in this server's engine, and tokens decoded since its start, but for those kept back for a piece.
+        """Return the requests in this server's engine, and the tokens that it decoded but for those kept back for a piece.
 
         Asked of a replica's first server.
         """
@@ -303,11 +305,11 @@ class RecipeVLLMServer(vLLMHttpServer):
         return running, self._decoded + sum(tokens_made(self.engine).values())
 
     async def child_processes(self) -> list[ProcessId]:
-        """The engine's processes; they outlive a killed server."""
+        """List the engine's processes; they outlive a killed server."""
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     async def kv_tokens(self) -> int | None:
-        """Context tokens that fit into the KV caches of this server's engines together; None without such a cache.
+        """Return how many context tokens the KV caches of this server's engines hold together; None without such a cache.
 
         vLLM's own figure, which accounts for layers that hold less than the whole context.
         """
@@ -316,12 +318,12 @@ class RecipeVLLMServer(vLLMHttpServer):
         return tokens and tokens * config.parallel_config.data_parallel_size
 
     async def preemptions(self) -> int | None:
-        """Requests that the engine has preempted since its start; None if this vLLM does not count them."""
+        """Return how many requests the engine has preempted since its start; None if this vLLM does not count them."""
         return await preemptions_of(self.engine)
 
 
 def chosen_by(vllm_config: VllmConfig) -> str:
-    """Model runner and scheduler of an engine, in words."""
+    """Name the model runner and the scheduler of an engine."""
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     scheduler = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     return f"model runner {runner}, {scheduler} scheduling"
@@ -337,12 +339,12 @@ class RecipeVLLMReplica(vLLMReplica):
         """processes of the engine, by node"""
 
     async def launch_servers(self) -> None:
-        """As verl's."""
+        """Do as verl's, and note the engine's processes."""
         await super().launch_servers()
         self._engine_processes = await asyncio.gather(*[server.child_processes.remote() for server in self.servers])
 
     async def check_alive(self) -> None:
-        """Raises ``RayActorError`` or ``EngineDeadError`` (as Ray wraps it) if a server or its engine has died."""
+        """Raise ``RayActorError`` or ``EngineDeadError`` (as Ray wraps it) if a server or its engine has died."""
         await asyncio.gather(*[server.check_alive.remote() for server in self.servers])
 
     async def hold_generation(self) -> None:

@@ -135,7 +135,8 @@ class PromptsManager:
         segments = () if held else tuple(sample.segments)
         sample.worker = worker
         self.samples.move(sample.id, "claim")
-        return Grant(sample.id, group.uid, group.order, group.prompt.row, segments, held=held)
+        slots = self.slots.workers[worker]
+        return Grant(sample.id, group.uid, group.order, group.prompt.row, segments, held=held, slots=slots)
 
     def add(self, sample_id: str, segments: Sequence[Segment]) -> None:
         """Cache what a sample has made, so that a single-turn sample survives its worker."""

@@ -250,6 +250,8 @@ class Grant:
     """of its first turn, from which it goes on; empty for the worker that still holds its conversation"""
     held: bool = False
     """whether the worker that gets it still holds its conversation"""
+    slots: int = 0
+    """slots that the worker has from here on; 0: as many as before"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from recipe.partial_rollout.preflight.rule import (
     where,
 )
 from recipe.partial_rollout.training.loss import WeightLevel, weight_level
+from recipe.partial_rollout.worker.llm_client import WHOLE
 from verl_ext.guard import TESTED, installed_pair
 
 _BACKEND, _FILTER = "rollout.checkpoint_engine.backend", "algorithm.filter_groups"
@@ -109,7 +110,7 @@ _TRAINING = (
     Rule(
         "rollout.prompt_length",
         lambda v, c: v >= c.data.max_prompt_length,
-        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts would be cut",
+        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts fail their samples",
     ),
     # of data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
@@ -330,8 +331,7 @@ _PARTIAL_ROLLOUT = (
     ),
     *where(
         (_CORRECTED, _PR),
-        only("rollout.top_p", 1.0, _TRUNCATED),
-        one_of("rollout.top_k", (-1, 0), _TRUNCATED),
+        *(one_of(f"rollout.{key}", WHOLE[key], _TRUNCATED) for key in ("top_p", "top_k")),
         Rule(
             "rollout.temperature",
             lambda v, _: v >= 0.01,
@@ -403,7 +403,7 @@ WARNINGS = (
     only(
         "data.filter_overlong_prompts",
         True,
-        "verl cuts prompts of more than data.max_prompt_length tokens from the left, in the middle of a run",
+        "prompts of more than rollout.prompt_length tokens fail their samples, in the middle of a run",
     ),
     *where(
         _PR,

@@ -37,6 +37,8 @@ _LOOPS = "rollout.agent.agent_loop_config_path"
 _REWARD, _MANAGER = "reward.custom_reward_function", "reward.reward_manager"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """what verl's reward managers give a reward function, by name"""
+_MODEL, _MODEL_ARGUMENTS = "reward.reward_model.enable", ("reward_router_address", "reward_model_tokenizer")
+"""what they give it besides, where there is a reward model"""
 
 
 def check_by_verl(config: DictConfig) -> None:
@@ -138,12 +140,13 @@ def _check_reward(config: DictConfig) -> None:
     if given.get("path"):
         words = f"a file with the function {given.get('name')} ({_REWARD}.name)"
         function = _load(config, f"{_REWARD}.path", words, lambda: get_custom_reward_fn(config)).args[0]
-        call = dict.fromkeys(_ARGUMENTS) | dict(given.get("reward_kwargs") or {})
+        arguments = (*_ARGUMENTS, *(_MODEL_ARGUMENTS if at(config, _MODEL) else ()))
+        call = dict.fromkeys(arguments) | dict(given.get("reward_kwargs") or {})
         # Raises TypeError if a call as verl's managers make it would not fit.
         _load(
             config,
             f"{_REWARD}.name",
-            f"a function of {', '.join(_ARGUMENTS)}",
+            f"a function of {', '.join(arguments)}",
             lambda: inspect.signature(function).bind(**call),
         )
 

@@ -215,6 +215,15 @@ def _plain(messages: Any) -> Messages:
         raise ChatError(f"messages: {type(error).__name__}: {error}") from error
 
 
+def _arguments(said: str) -> Any:
+    """Arguments of a tool call as chat templates read them; the model's own text where it is no JSON object, as in verl."""
+    try:
+        arguments = json.loads(said)
+    except ValueError:
+        return said
+    return arguments if isinstance(arguments, dict) else said
+
+
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -223,7 +232,7 @@ def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
     plain.update({key: message[key] for key in ("name", "tool_call_id") if message.get(key)})
     if calls := message.get("tool_calls"):
         functions = [call["function"] for call in calls]
-        named = [{"name": each["name"], "arguments": json.loads(each["arguments"])} for each in functions]
+        named = [{"name": each["name"], "arguments": _arguments(each["arguments"])} for each in functions]
         plain["tool_calls"] = [
             {"id": call["id"], "type": "function", "function": each} for call, each in zip(calls, named, strict=True)
         ]

@@ -16,7 +16,6 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -51,11 +50,12 @@ from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
 from recipe.partial_rollout.worker.tool_deadline import timed
 
 _THREADS = 2**20
-"""of the event loop, made as they are needed: samples that are carried keep theirs, tools that hang keep theirs for ever"""
+"""most threads of the event loop, which are made as they are needed: a carried sample keeps its own, a tool that hangs
+keeps it for ever"""
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """``work``'s result. To exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
+    """Return ``work``'s result. To exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -63,7 +63,7 @@ async def _contained(work: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
-    """A task of the worker's event loop."""
+    """Make a task of the worker's event loop."""
     task = asyncio.Task(_contained(work), loop=loop, **how)
     # Python warns of work that was never awaited: a task may be cancelled before it begins.
     task.add_done_callback(lambda _: work.close())
@@ -77,9 +77,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
     """the ``ClaimLoop``'s"""
-    _flushing: asyncio.Task[float] | None = None
-    _flushed_at: float | None = None
-    """when the manager knew everything of the round that was closed last"""
+    _reporting: asyncio.Task[float] | None = None
+    """of the round that was closed last; its result is when the manager knew everything (unix seconds)"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,11 +104,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         )
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
-        """From here on the replicas are these, of which some were restarted; by address."""
+        """Send calls to these replicas from here on, of which some were restarted; by address."""
         self.llm_client.replicas.use(servers)
 
     async def serve(self) -> None:
-        """``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
+        """Run ``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
         if self._serving is None:
             home = asyncio.get_running_loop()
             home.set_task_factory(_task)
@@ -118,7 +117,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         await asyncio.shield(self._serving)
 
     def open_round(self) -> None:
-        """Engine calls are allowed from here on; a round of separate placement has no end for garbage to wait for."""
+        """Allow engine calls from here on."""
+        # A round of separate placement has no end for garbage to wait for.
         if self.config.partial_rollout.placement == Placement.COLOCATED:
             garbage.hold()
         self._claims.open.set()
@@ -126,28 +126,29 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def close_round(self) -> None:
         """Allow no new engine call; running ones end when their replica aborts them, and then all is reported."""
         self._claims.open.clear()
-        self._flushed_at = None
-        self._flushing = asyncio.create_task(self.flush())
+        # The driver awaits it with ``flush``, after the trainer's update.
+        self._reporting = asyncio.create_task(self._claims.reported())
+        self._reporting.add_done_callback(lambda _: garbage.release())
 
     async def flush(self) -> float:
-        """Wait until no engine call runs and the manager knows everything; returns when it first did (unix seconds)."""
-        await self._claims.reported()
-        garbage.release()
-        self._flushed_at = self._flushed_at or time.time()
-        return self._flushed_at
+        """Wait until the manager knows everything of the closed round; returns when it first did (unix seconds)."""
+        # A worker that replaces another has closed none.
+        return await (self._reporting or self._claims.reported())
 
     async def _run_granted(self, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
         grant = sample.grant
         output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
         if self.config.trainer.save_freq > 0:
+            # What a checkpoint can hold can be sent, too.
             check_saveable(sample.id, output)
             return output
         try:
             cloudpickle.dumps((output.extra_fields, output.reward_extra_info))  # type: ignore[attr-defined]
         except Exception as error:
-            what = f"sample {sample.id}: its agent loop or reward leaves what cannot be sent"
-            raise TypeError(f"{what}: {error}") from error
+            raise TypeError(
+                f"sample {sample.id}: its agent loop or reward leaves what cannot be sent: {error}"
+            ) from error
         return output
 
     async def _trained(self, sample: LiveSample, row: dict[str, Any]) -> SampleOutput:
@@ -172,13 +173,13 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
-            await self._score(output, row, sample=sample)
+            await self._score(output, row, rescored=self._claims.outbox.note_rescored)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output, self.vocabulary)
 
     async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
-        """In validation, with a sample's deadline between two engine calls."""
+        """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
         try:
@@ -188,7 +189,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
 
     def _timed_tools(self, clock: SampleClock) -> list[Any]:
-        """The tools for one agent loop, whose clock is given."""
+        """Return the tools for the agent loop that ``clock`` is of."""
         timeout_s = self.config.partial_rollout.failures.tool_timeout_s
         return timed(self.tools, clock, timeout_s, self._claims.outbox.note_error)
 
@@ -197,7 +198,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
 
 def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) -> SampleOutput:
-    """``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
+    """Return ``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
 
     Args:
         vocabulary: token ids that the model can read.
@@ -245,7 +246,7 @@ def _align(
     generated: np.ndarray,
     given: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 for tokens not generated.
+    """Return versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where not generated.
 
     Where several calls made a token in its place, the log-probs that the loop has ``given`` [R] decide, then the longer
     prompt, then the order of calls.
@@ -276,8 +277,8 @@ def _align(
 
 
 def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarray) -> Iterator[tuple[Turn, int, int]]:
-    """Turns that answered what the sequence has before them: where in the response they start, and how many of their
-    first tokens stand there. Shorter prompts first; of equal ones the call that began last."""
+    """Yield the turns that answered what the sequence has before them, where in the response each starts, and how many of
+    its first tokens stand there. Shorter prompts come first, and of equal ones the call that began last."""
     whole, read, context = np.concatenate([prompt_ids, response_ids]), 0, context_hash()
     for turn in sorted(turns, key=lambda turn: (turn.start, -turn.number)):
         if not turn.complete or not len(prompt_ids) <= turn.start < len(whole):
@@ -292,7 +293,7 @@ def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarra
 
 
 def _whose(turns: list[Turn], response_ids: np.ndarray, unmade: np.ndarray) -> str:
-    """What is wrong with the first of the generated tokens that no call ``made`` in its place."""
+    """Say what is wrong with the first of the generated tokens that no call made in its place."""
     first = int(unmade.argmax())
     last = first + int(np.append(unmade[first:], False).argmin())
     tokens = response_ids[first:last].tolist()

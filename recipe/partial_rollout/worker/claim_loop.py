@@ -7,8 +7,9 @@ Its control flow::
           +------------------- grants for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
-the next event: an interruption, or the end of the sample. If a tool or its reward takes long, the turn is reported and the
-slot goes back; the sample asks for one again with its next engine call. The end of a round leaves nothing unreported.
+the next event: an interruption, or the end of the sample. A sample that makes no engine call for ``release_after_s``, in a
+tool or its reward, reports its turn and gives its slot back; its next engine call asks for one again. The end of a round
+leaves nothing unreported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -32,14 +34,14 @@ from recipe.partial_rollout.manager.types import (
     SampleOutput,
 )
 from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of, wait
-from recipe.partial_rollout.worker.live_sample import LiveSample, SlotState
+from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
 
 GRANT_S = 7200.0
-"""seconds that a sample may wait for its slot in an open round: longer than any step, so that only a trainer that has
-stopped stepping ends a run by it"""
-_BEGIN_S = 0.01
-"""seconds of this process that a loop takes until its first engine call: to read the chat template, in an executor"""
+"""seconds that a sample may wait for its slot in an open round: longer than any step, so that it ends a run only if the
+trainer hangs"""
+_BEGIN_S = 0.02
+"""seconds of this process that a loop takes until its first engine call: it is made, and reads the chat template"""
 
 
 class GrantTimeoutError(TimeoutError):
@@ -79,21 +81,22 @@ class Outbox:
                 self._granted(await self._manager.report.remote(report))
             known.set()
 
-    def send(self) -> None:
-        """Send a report now, or as soon as the one under way has been answered."""
-        self._sends.set()
-
     async def sent(self) -> None:
-        """As ``send``; returns once the manager knows. It never knows what a report said that failed."""
+        """Send what is unsent, and return once the manager knows it."""
         known = self._known
-        self.send()
+        self._sends.set()
         await known.wait()
 
-    def note(self, sample: LiveSample) -> None:
-        """Add what the manager does not know about ``sample`` to the next report."""
+    def report(self, sample: LiveSample, *events: Event) -> None:
+        """Report the tokens of ``sample`` that the manager does not know, then ``events``, and all else that is unsent.
+
+        They go out now, or as soon as the report under way has been answered.
+        """
         if sample.unsent:
             self.unsent.events.append(Added(sample.id, sample.unsent))
             sample.unsent = []
+        self.unsent.events += events
+        self._sends.set()
 
     def note_error(self, error: BaseException) -> ToldError:
         """Add ``error`` to the next report if it is the first of its kind; returns it as text."""
@@ -103,24 +106,18 @@ class Outbox:
         return told
 
     def note_rescored(self, error: RewardError) -> None:
-        """Report a reward that failed and is asked for again."""
+        """Count a reward that failed and is asked for again, and add ``error`` to the next report."""
         self.unsent.rescored += 1
         self.note_error(error)
 
-    def report_now(self, sample: LiveSample, *events: Event) -> None:
-        """Send what the manager does not know about ``sample``, then ``events``, and all else that is unsent."""
-        self.note(sample)
-        self.unsent.events += events
-        self.send()
-
 
 class ClaimLoop:
-    """Claims samples from the manager, runs them, and grants them its slots; it alone writes ``LiveSample.slot``.
+    """Claims samples from the manager, runs them, and shares the worker's slots out among their engine calls.
 
     Args:
         name: this worker's name at the manager.
         manager: handle of the manager actor.
-        capacity: most samples that may hold a slot here at once.
+        capacity: most samples that may hold a slot here at once; each grant brings the present number along.
         run: runs the agent loop of a granted sample to its end.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
@@ -169,15 +166,16 @@ class ClaimLoop:
         while True:
             self.run(await result_of(self.manager.claim.remote(self.name)))
 
-    async def reported(self) -> None:
-        """Wait until no engine call runs and the manager knows everything; sends what it does not know."""
+    async def reported(self) -> float:
+        """Wait until no engine call runs, and report everything; returns when the manager knows it (unix seconds)."""
         while self._running:
             self._ended.clear()
             await self._ended.wait()
         for sample in self.samples.values():
             # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
-            self.outbox.note(sample)
+            self.outbox.report(sample)
         await self.outbox.sent()
+        return time.time()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
@@ -188,11 +186,12 @@ class ClaimLoop:
             RuntimeError: the manager and this worker disagree on whether the sample is live here.
         """
         for grant in grants:
+            self.capacity = grant.slots or self.capacity
             sample = self.samples.get(grant.sample_id)
             if grant.held != (sample is not None):
                 raise RuntimeError(
-                    f"sample {grant.sample_id}: {self.name} {'has lost' if grant.held else 'still has'} the conversation "
-                    f"that the manager thinks it {'holds' if grant.held else 'does not hold'}"
+                    f"sample {grant.sample_id}: the manager granted it as {'held by' if grant.held else 'new to'} "
+                    f"{self.name}, which {'has no' if grant.held else 'still has its'} conversation"
                 )
             if sample is None:
                 sample = self.samples[grant.sample_id] = LiveSample(grant, self, self._sample_s)
@@ -200,14 +199,15 @@ class ClaimLoop:
                 task = asyncio.create_task(self._run_sample(sample), name=sample.id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            sample.slot = SlotState.HELD
+            sample.asked = False
             sample.granted.set()
-            if grant.held:
-                self._settle(sample)
+        # Only now: how long a loop may take to begin depends on how many begin with it.
+        for grant in grants:
+            self._arm_release_timer(self.samples[grant.sample_id])
 
     async def _run_sample(self, sample: LiveSample) -> None:
         try:
-            output = await sample.clock.run(self._begin(sample))
+            output = await sample.clock.run(self._run_agent_loop(sample))
             await self._end(sample)
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
@@ -216,17 +216,12 @@ class ClaimLoop:
             await self._fail(sample, error)
         else:
             self._any_finished = True
-            # It stands for all that is not reported yet.
-            self.outbox.unsent.events.append(Finished(sample.id, output))
+            # The output has all its tokens.
+            sample.unsent = []
+            self.outbox.report(sample, Finished(sample.id, output))
         del self.samples[sample.id]
         self._beginning.discard(sample.id)
-        self._settle(sample)
-        self.outbox.send()
-
-    async def _begin(self, sample: LiveSample) -> SampleOutput:
-        # Only now: of hundreds that are granted at once the last begins long after the first.
-        self._settle(sample)
-        return await self._run_agent_loop(sample)
+        self._arm_release_timer(sample)
 
     async def _fail(self, sample: LiveSample, error: BaseException) -> None:
         ends_the_run = _ends_the_run(error, first=not self._any_finished)
@@ -235,17 +230,18 @@ class ClaimLoop:
                 await self._end(sample)
             except GrantTimeoutError as late:
                 error, ends_the_run = late, True
-        told, outbox = self.outbox.note_error(error), self.outbox
+        line = self.outbox.note_error(error).line
         if ends_the_run:
-            outbox.unsent.fatal = told.line
-            return
-        times = error.times if isinstance(error, RewardError) else 1
-        outbox.report_now(sample, Failed(sample.id, told.line, times))
+            self.outbox.unsent.fatal = line
+            self.outbox.report(sample)
+        else:
+            times = error.times if isinstance(error, RewardError) else 1
+            self.outbox.report(sample, Failed(sample.id, line, times))
 
     async def _end(self, sample: LiveSample) -> None:
         """Silence the calls that the agent loop has left behind; returns once the sample's end can be reported."""
         sample.ended = True
-        if sample.slot is SlotState.ASKED:
+        if sample.asked:
             # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
             async with self._grant_in_time(sample):
                 await sample.granted.wait()
@@ -265,7 +261,7 @@ class ClaimLoop:
         _require_listener(sample)
         sample.calling += 1
         self._beginning.discard(sample.id)
-        if sample.slot is SlotState.AWAY:
+        if not sample.asked and not sample.granted.is_set():
             self._ask_for_slot(sample)
         try:
             async with self._grant_in_time(sample):
@@ -279,11 +275,11 @@ class ClaimLoop:
                 self._running -= 1
         finally:
             sample.calling -= 1
-            self._settle(sample)
+            self._arm_release_timer(sample)
             self._ended.set()
 
     def _obstacle(self, sample: LiveSample) -> asyncio.Event | None:
-        """What a call of ``sample`` has to wait for; None: it may run."""
+        """Event that a call of ``sample`` has to wait for before it looks again; None: it may run."""
         if not sample.granted.is_set():
             return sample.granted
         if not self.open.is_set():
@@ -309,37 +305,35 @@ class ClaimLoop:
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
         _require_listener(sample)
-        if sample.slot is SlotState.HELD:
-            sample.granted.clear()
+        if sample.granted.is_set():
             self._ask_for_slot(sample)
         else:
             # A call beside this one has asked.
-            self.outbox.report_now(sample)
+            self.outbox.report(sample)
 
-    def _settle(self, sample: LiveSample) -> None:
-        """See to it that a sample without engine calls leaves its slot."""
-        if sample.late is not None:
-            sample.late.cancel()
-            sample.late = None
+    def _arm_release_timer(self, sample: LiveSample) -> None:
+        """Start the timer that releases the slot of an idle sample; of one that calls or has ended, stop it."""
+        if sample.release_timer is not None:
+            sample.release_timer.cancel()
+            sample.release_timer = None
         alive = self.samples.get(sample.id) is sample
         if alive and not sample.calling and self._release_after_s < math.inf:
             # Of hundreds that begin at once each waits for the others.
             begin_s = _BEGIN_S * len(self._beginning) if sample.id in self._beginning else 0
             seconds = self._release_after_s + begin_s
-            sample.late = asyncio.get_running_loop().call_later(seconds, self._leave, sample)
+            sample.release_timer = asyncio.get_running_loop().call_later(seconds, self._park, sample)
 
     def _ask_for_slot(self, sample: LiveSample) -> None:
         """Have the manager grant a slot again."""
-        sample.slot = SlotState.ASKED
-        self.outbox.report_now(sample, Interrupted(sample.id))
-
-    def _leave(self, sample: LiveSample) -> None:
-        """The slot goes to another sample: this one has made no engine call for a while, whatever it awaits."""
-        if sample.calling or sample.slot is not SlotState.HELD:
-            return
-        sample.slot = SlotState.AWAY
+        sample.asked = True
         sample.granted.clear()
-        self.outbox.report_now(sample, Parked(sample.id))
+        self.outbox.report(sample, Interrupted(sample.id))
+
+    def _park(self, sample: LiveSample) -> None:
+        """Give the slot to another sample: this one has made no engine call for a while, whatever it awaits."""
+        if not sample.calling and sample.granted.is_set():
+            sample.granted.clear()
+            self.outbox.report(sample, Parked(sample.id))
 
 
 def _require_listener(sample: LiveSample) -> None:

@@ -1,21 +1,17 @@
-"""A training sample in its worker: the tokens of its engine calls, its replica, its clock, what the manager knows of it."""
+"""A training sample in its worker: its engine calls and their tokens, its slot, its replica and its clock."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import InitVar, dataclass, field, replace
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from recipe.partial_rollout.manager.types import Grant, Segment
-
-if TYPE_CHECKING:
-    from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 
 T = TypeVar("T")
 
@@ -46,7 +42,7 @@ class SampleClock:
         self._error: Exception | None = None
 
     async def run(self, agent_loop: Awaitable[T]) -> T:
-        """``agent_loop``'s result.
+        """Return ``agent_loop``'s result.
 
         Raises:
             SampleTimeoutError: the clock ran for longer than its deadline.
@@ -98,7 +94,7 @@ class SampleClock:
 
 
 async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
-    """Where ``task`` was when it was cancelled. It may catch that and go on: then it is left to itself, and unheard."""
+    """Cancel ``task`` and return the error that shows where it was. A task that catches it goes on, and nobody hears it."""
     task.cancel()
     await asyncio.wait({task}, timeout=_END_S)
     try:
@@ -107,24 +103,20 @@ async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
         return cancelled
 
 
-class SampleEndedError(RuntimeError):
-    """An agent loop that has ended still asks for something."""
-
-
 def context_hash(tokens: np.ndarray | None = None) -> hashlib.blake2b:
-    """The hash of a context, int32 tokens; ``update`` reads on."""
+    """Hash a context of int32 tokens; ``update`` adds more."""
     return hashlib.blake2b(b"" if tokens is None else tokens.tobytes(), digest_size=16)
 
 
 def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
-    """What an engine call asks for: the tokens that it starts from, and how it samples."""
+    """Digest of an engine call's request: its ``context_hash`` and its sampling parameters."""
     params = repr(sorted(sampling_params.items()))
     return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where the calls of an agent loop run."""
+    """The replica that serves the calls of an agent loop."""
 
     replica: str | None = None
     """address of the replica of its last call, if its prefix is cached there"""
@@ -134,14 +126,14 @@ class Place:
 
 @dataclass(slots=True)
 class Request:
-    """What a call asks of a replica."""
+    """A call to a replica."""
 
     place: Place
     """of its agent loop"""
     sample: LiveSample | None = None
     """None: it is no training sample's"""
     resumed_tokens: int = 0
-    """of the prompt, those that an engine has read or made before"""
+    """tokens of the prompt that an engine has read or made before"""
     begins: bool = False
     """whether it begins a turn"""
     waited_s: float = 0.0
@@ -190,15 +182,16 @@ class Turn:
         return np.concatenate(parts or [np.empty(0, np.int32)])
 
 
-class SlotState(StrEnum):
-    """Of a live sample, as its worker knows it."""
+class Keeper(Protocol):
+    """Grants the slots of a sample; in a worker it is the ``ClaimLoop``."""
 
-    HELD = "held"
-    """It may call the engine."""
-    ASKED = "asked for"
-    """A call was interrupted, or it was away; the manager will grant it."""
-    AWAY = "away"
-    """The sample has made no engine call for a while, and goes on without a slot until it makes one."""
+    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
+        """Enter once ``sample`` holds a slot and may call the engine."""
+        ...
+
+    def release_slot(self, sample: LiveSample) -> None:
+        """Give back the slot of an interrupted call, and ask for one again."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -207,24 +200,21 @@ class LiveSample:
 
     grant: Grant
     """with which it came here"""
-    keeper: ClaimLoop
-    """grants its slots, and reports what happens to it"""
+    keeper: Keeper
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run beside each other"""
-    decoded: int = 0
-    """tokens that engines made for it, those of its grant included"""
     calls: int = 0
     """requests to replicas"""
-    slot: SlotState = SlotState.HELD
-    """written by ``ClaimLoop`` alone, as are the next three"""
     granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """set while HELD"""
+    """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next three"""
+    asked: bool = False
+    """whether it has asked for a slot that is not granted yet; a sample that neither has nor asked for one is away"""
     calling: int = 0
     """engine calls that run or wait for the slot, which they share"""
-    late: asyncio.TimerHandle | None = None
-    """makes it AWAY"""
+    release_timer: asyncio.TimerHandle | None = None
+    """gives the slot to another sample, if no engine call comes first"""
     ended: bool = False
     """whether its agent loop has ended; nothing that it left behind is reported"""
     place: Place = field(default_factory=Place)
@@ -234,13 +224,10 @@ class LiveSample:
     """segments that the manager does not know"""
     _known: list[Segment] = field(init=False)
     """first turn of a single-turn sample that goes on from its tokens, until a call asks for it"""
-    _next_turn: int = field(init=False)
 
     def __post_init__(self, deadline_s: float | None) -> None:
         self.clock = SampleClock(f"sample {self.id}", deadline_s)
         self._known = list(self.grant.segments)
-        self.decoded = sum(map(len, self._known))
-        self._next_turn = 1 if self._known else 0
 
     @property
     def id(self) -> str:
@@ -248,8 +235,13 @@ class LiveSample:
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments of its turns, those of its grant included."""
+        """Segments of the turns that have begun, in their order."""
         return [segment for turn in self.turns for segment in turn.segments]
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that engines made for it, those of its grant included."""
+        return sum(map(len, [*self.segments, *self._known]))
 
     @property
     def first_version(self) -> int | None:
@@ -263,11 +255,10 @@ class LiveSample:
         The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
         under another context for any other call.
         """
-        turn = Turn(self._next_turn, start, context, asked, [], unlike)
+        # Number 0 is kept for the turn whose tokens are known.
+        turn = Turn(len(self.turns) + bool(self._known), start, context, asked, [], unlike)
         if self._known and self._known[0].asked == asked:
             turn.number, turn.segments, self._known = 0, self._known, []
-        else:
-            self._next_turn += 1
         self.turns.append(turn)
         return turn
 
@@ -276,22 +267,14 @@ class LiveSample:
         if self.ended or (not len(segment) and segment.stop_reason is None):
             return
         segment = replace(segment, turn=turn.number, asked=turn.asked)
-        self.decoded += len(segment)
         turn.segments.append(segment)
         self.unsent.append(segment)
 
-    def require_life(self) -> None:
-        """Raise ``SampleEndedError`` if its agent loop has ended."""
-        if self.ended:
-            raise SampleEndedError(
-                f"sample {self.id} has ended: its agent loop has returned, and may ask for nothing more"
-            )
-
 
 class OneOfASample:
-    """What a sample has once, in the event loop that runs when it is made.
+    """An object that a sample has once, and whose methods run in the event loop in which it was made.
 
-    Agents that fork copy all that they have: the copy is the same thing.
+    An agent that forks copies all its attributes; a copy of this is the object itself.
     """
 
     def __init__(self) -> None:
@@ -305,7 +288,7 @@ class OneOfASample:
 
 
 def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """``verb``, a method of a ``OneOfASample``, in its event loop, from whichever thread and loop it is called.
+    """Run ``verb``, a method of a ``OneOfASample``, in its event loop, from whichever thread and loop it is called.
 
     Agent loops may run their parts in threads, which have event loops of their own.
     """

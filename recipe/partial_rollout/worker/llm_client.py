@@ -49,7 +49,7 @@ from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLM
 
 _MARKS = "version_marks"
 _MOVE_ABOVE = 1.25
-"""a resumed sample moves if its own replica has more than this many times the running samples of the emptiest"""
+"""a resumed sample moves if its own replica has more than so many times the running samples of the emptiest"""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0.0),
     "frequency_penalty": (None, 0.0),
@@ -63,14 +63,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
 }
 """parameters that a resumed call would apply to its own tokens alone, with the values that switch each off"""
-_WHOLE: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
+WHOLE: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
 }
 """parameters that change the distribution over the vocabulary, with the values that leave it as it is"""
 
@@ -94,7 +94,7 @@ class SampleClient(OneOfASample):
 
     @at_home
     async def generate(self, request_id: str, **asked: Any) -> TokenOutput:
-        """A turn of the loop."""
+        """Generate a turn of the loop."""
         with self._clock.stopped():
             if self._sample is not None:
                 return await self._client.generate_turn(self._sample, **asked)
@@ -132,13 +132,13 @@ class ReplicaChoice:
         """running samples by address; the one that was taken last comes last"""
 
     def use(self, servers: dict[str, Any]) -> None:
-        """From here on the replicas are ``servers``; those that stay keep their counts, whose calls may be held."""
+        """Choose among ``servers`` from here on; those that stay keep their counts, because their calls may be held."""
         self.servers = servers
         living = {address: count for address, count in self._running.items() if address in servers}
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
     def take(self, place: Place) -> tuple[str, Any]:
-        """Address and handle for the next call at ``place``, which counts as running there until ``release``."""
+        """Return address and handle for the next call at ``place``, which counts as running there until ``release``."""
         fewest = min(self._running, key=self._running.__getitem__)
         own = place.replica if place.replica in self._running else fewest
         if place.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
@@ -201,12 +201,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             ``max_global_steps`` over them. A turn that was complete before a crash makes no call.
 
         Raises:
-            RuntimeError: the engine returned tokens without one log-prob each.
+            RuntimeError: the agent loop has returned, or the engine returned tokens without one finite log-prob each.
             SamplingError: a sampling parameter would not survive an interruption.
-            SampleEndedError: the agent loop has returned.
             asyncio.CancelledError: the agent loop has returned meanwhile.
         """
-        sample.require_life()
+        if sample.ended:
+            raise RuntimeError(
+                f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"
+            )
         check_sampling(sample.id, sampling_params, self.tokenizer)
         prompt_ids, params = normalize_token_ids(prompt_ids), {**sampling_params, "logprobs": True}
         rollout = self.config.actor_rollout_ref.rollout
@@ -276,7 +278,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         return last
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
-        """Tokens that an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
+        """Return how many tokens an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
         for key in ("max_tokens", "max_new_tokens"):
             if key in sampling_params:
                 return int(sampling_params[key])
@@ -285,16 +287,16 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     @staticmethod
     def _segments(output: TokenOutput, budget: int) -> list[Segment]:
-        """The tokens of one call, a segment for each version that made some; only the last may have a stop reason.
+        """Divide the tokens of one call into a segment for each version that made some.
+
+        Only the last may have a stop reason.
 
         A call that is aborted after its last token counts as complete.
         """
         interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
         stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
-        token_ids, made = (
-            np.asarray(output.token_ids, dtype=np.int32),
-            np.asarray(output.log_probs or [], dtype=np.float32),
-        )
+        token_ids = np.asarray(output.token_ids, dtype=np.int32)
+        made = np.asarray(output.log_probs or [], dtype=np.float32)
         *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), version_of(output))
         return [
             *[Segment(token_ids[a:b], made[a:b], version) for a, b, version in earlier],
@@ -357,11 +359,12 @@ def unlike_training(params: dict[str, Any], temperature: float) -> str:
     """
     if (asked := params.get("temperature", 1.0)) != temperature:
         return f"temperature={asked}"
-    return next((f"{key}={params[key]}" for key, whole in _WHOLE.items() if params.get(key) not in whole), "")
+    asks = {key: value for key, value in params.items() if key in WHOLE and value is not None}
+    return next((f"{key}={value}" for key, value in asks.items() if value not in WHOLE[key]), "")
 
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
-    """Parameters of the call that continues a turn after ``made`` of ``budget`` tokens; ``params`` are the turn's."""
+    """Return parameters for the call that continues a turn with ``params`` after ``made`` of ``budget`` tokens."""
     params = {**params, "max_tokens": budget - made}
     if params.get("min_tokens"):
         params["min_tokens"] = max(0, params["min_tokens"] - made)
@@ -396,7 +399,7 @@ class StopStrings:
             self.end(segment)
 
     def end(self, segment: Segment) -> Segment:
-        """The turn's next ``segment``, cut after the token that completes a stop string, if one does."""
+        """Return the turn's next ``segment``, cut after the token that completes a stop string, if one does."""
         for index, token in enumerate(segment.token_ids.tolist()):
             if self._text.update([token], stop_terminated=False) is not None:
                 kept = slice(index + 1)

@@ -1,7 +1,7 @@
-"""verl's agent-loop worker and its engine client, with an account of calls and deadlines: noPR's, and PR's validation.
+"""Instrumented agent-loop worker and engine client. noPR trains with them; PR validates with them and subclasses them.
 
-PR's own build on them (``agent_loop_worker``, ``llm_client``). A sample fails if its agent loop raises, if it does not fit
-a batch, or if it has no score. It is retried. Then noPR's training ends with the error, and a validation leaves it out.
+A sample fails if its agent loop raises, if a replica refuses its request, if it does not fit a batch, or if it has no
+score. It is retried. Then noPR's training ends with the error, and a validation leaves the sample out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.experimental.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import rollout_trace_attr
+from verl.utils.tokenizer.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -45,12 +46,13 @@ from recipe.partial_rollout.manager.policies import (
 )
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ReplicaError, ToldError, answer_of, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import LiveSample, Place, Request, SampleTimeoutError
+from recipe.partial_rollout.worker.live_sample import Place, Request, SampleTimeoutError
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
     RewardWorkers,
     checked,
+    paces_rewards,
     parts_of_reward,
     renamed,
     reward_of,
@@ -59,20 +61,20 @@ from recipe.partial_rollout.worker.rewards import (
 
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
-"""of the 32 in verl's request ids: enough to tell the samples of a run apart in its trace"""
+"""digits of verl's request ids, which have 32, that tell the samples of a run apart in its trace"""
 REQUEST: ContextVar[Request] = ContextVar("request")
-"""that verl's ``generate`` makes at this moment; it notes where it goes"""
+"""the request that verl's ``generate`` makes at this moment; it notes where it goes"""
 _AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
 """name of the agent loop that runs"""
 
 Play = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
-"""``_play`` of an agent loop, its parameters and its row: takes the client and the tools"""
+"""a run of an agent loop whose parameters and row are given: takes the client and the tools"""
 
 logger = logging.getLogger(__name__)
 
 
 def version_of(output: TokenOutput) -> int:
-    """Policy version that made the last token of ``output``; -1 if the replica did not say."""
+    """Return the policy version that made the last token of ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
 
@@ -86,11 +88,11 @@ class ObservedLLMClient(LLMServerClient):
 
     @classmethod
     def over(cls, client: LLMServerClient) -> Self:
-        """The same connection as ``client``."""
+        """Make a client on the connection of ``client``."""
         return cls(config=client.config, load_balancer_handle=client._load_balancer)
 
     def take_calls(self) -> list[EngineCall]:
-        """Calls that ended since this was last called."""
+        """Return the calls that ended since this was last called."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -102,7 +104,7 @@ class ObservedLLMClient(LLMServerClient):
     async def generate(  # type: ignore[override]
         self, request_id: str, *, request: Request | None = None, **kwargs: Any
     ) -> TokenOutput:
-        """``LLMServerClient.generate``, noted.
+        """Call ``LLMServerClient.generate``, and note what it cost.
 
         Raises:
             ReplicaError: the replica died or refused the request; the message names it.
@@ -123,7 +125,7 @@ class ObservedLLMClient(LLMServerClient):
                 tokens=len(output.token_ids),
                 version=version_of(output),
                 resumed_tokens=max(0, prefilled - (output.extra_fields.get("num_cached_tokens") or 0)),
-                context_tokens=len(kwargs.get("prompt_ids", ())),
+                context_tokens=len(normalize_token_ids(kwargs["prompt_ids"])),
                 queued_s=float(output.extra_fields.pop("queued_s", None) or 0.0),
                 # A sample of noPR has no other name than the request id that its loop keeps for all its turns, of any type;
                 # a "#" is for PR's.
@@ -136,15 +138,16 @@ class ObservedLLMClient(LLMServerClient):
         return output
 
     async def _asked(self, request_id: str, request: Request, kwargs: dict[str, Any]) -> TokenOutput:
-        """verl's answer."""
+        """Return verl's answer."""
         token, verls = REQUEST.set(request), super().generate
         try:
             # A call that is made again goes to vLLM under an id of its own.
             return await answer_of(lambda: verls(request_id=request_id, **kwargs))
         except Exception as error:
-            name = request.address or "(none acquired)"
+            name, dead = request.address or "(none acquired)", means_death(error)
+            did = "failed on" if dead else "refused"
             raise ReplicaError(
-                f"vLLM replica {name} failed on request {request_id}: {one_line(error)}", dead=means_death(error)
+                f"vLLM replica {name} {did} request {request_id}: {one_line(error)}", dead=dead
             ) from error
         finally:
             REQUEST.reset(token)
@@ -155,13 +158,15 @@ class OverlongError(ValueError):
 
 
 class ObservedAgentLoopWorker(AgentLoopWorker):
-    """verl's worker, with a deadline on the reward function and an account of its engine calls."""
+    """verl's worker; it bounds and retries reward calls, retries samples, and notes its engine calls."""
 
     llm_client: ObservedLLMClient
     _filter: FilterSettings | None = None
     """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
     _parts: tuple[str, ...] = ()
     """see ``parts_of_reward``"""
+    _paces = False
+    """see ``paces_rewards``"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -174,9 +179,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         most = reward_places(self.config)
         self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._parts = parts_of_reward(self.config)
+        self._paces = paces_rewards(self.config)
 
     def take_calls(self) -> list[EngineCall]:
-        """Engine calls that ended since this was last called."""
+        """Return the engine calls that ended since this was last called."""
         return self.llm_client.take_calls()
 
     async def _run_agent_loop(
@@ -188,7 +194,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """As verl's; an agent loop that fails is run again."""
+        """Do as verl's; an agent loop that fails is run again."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
         play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
@@ -204,7 +210,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
-        """Makes the agent loop of this name, without composing the whole configuration again for every sample."""
+        """Return what makes the agent loop of this name, without composing the whole configuration for every sample."""
         _AGENT_LOOP.set(agent_name)
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
@@ -216,7 +222,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     async def _play(
         self, make: Callable[..., Any], params: dict[str, Any], row: dict[str, Any], client: Any, tools: list[Any]
     ) -> AgentLoopOutput:
-        """What the agent loop returns that ``make`` makes, which generates with ``client`` and calls ``tools``."""
+        """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``."""
         agent_loop = make(
             trainer_config=DictConfigWrap(config=self.config),
             server_manager=client,
@@ -236,11 +242,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return output
 
     async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
-        """One run of the agent loop."""
+        """Run the agent loop once."""
         return await play(self.llm_client, self.tools)
 
     async def _tried(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
-        """Run the agent loop, again if it fails. A failed replica and a sample's deadline are not retried.
+        """Run the agent loop, again if it fails. A dead replica and a sample's deadline are not retried.
 
         Returns a masked output if a validation's sample has no retries left; noPR's training ends with the error.
         """
@@ -250,13 +256,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             except (Exception, asyncio.CancelledError) as error:
                 verdict = verdict_on(times, self.config.partial_rollout.failures)
                 ended = asyncio.current_task().cancelling()  # type: ignore[union-attr]
+                hopeless = isinstance(error, SampleTimeoutError) or (isinstance(error, ReplicaError) and error.dead)
                 fatal = verdict is not FailureVerdict.RETRY and not trajectory["validate"]
-                if (
-                    ended
-                    or fatal
-                    or verdict is FailureVerdict.RAISE
-                    or isinstance(error, ReplicaError | SampleTimeoutError)
-                ):
+                if ended or hopeless or fatal or verdict is FailureVerdict.RAISE:
                     raise
                 told = ToldError.of(error)
                 said = f"{told.line} ({told.place})"
@@ -272,7 +274,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         raise AssertionError("the last verdict is to mask")
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        """As verl's, for noPR and validation; a validation leaves out a sample that fits no batch, or has no score."""
+        """Do as verl's, in noPR and validation; a validation leaves out a sample that fits no batch, or has no score."""
         scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
         if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
             try:
@@ -288,7 +290,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
-        """``output``, cut to what a batch holds, and not trained."""
+        """Return ``output``, cut to what a batch holds, as a failed sample's, which is not trained."""
         rollout = self.rollout_config
         output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
         output.response_ids = output.response_ids[: rollout.response_length]
@@ -299,12 +301,17 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         return output
 
     async def _score(
-        self, output: AgentLoopOutput, kwargs: dict, *, validate: bool = False, sample: LiveSample | None = None
+        self,
+        output: AgentLoopOutput,
+        kwargs: dict,
+        *,
+        validate: bool = False,
+        rescored: Callable[[RewardError], None] = lambda error: None,
     ) -> None:
         """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
 
         Args:
-            sample: whose output it is in PR's training; the manager is told what fails.
+            rescored: gets each error after which it is scored again.
 
         Raises:
             OverlongError: it does not fit a batch.
@@ -331,8 +338,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
                     raise
                 logger.warning("%s; scored again", error)
-                if sample is not None:
-                    sample.keeper.outbox.note_rescored(error)
+                rescored(error)
             output.reward_score = None
             await asyncio.sleep(retry_delay_s(times))
 
@@ -347,13 +353,13 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         if outputs and outputs[-1].reward_score is not None:
             return
-        deadline_s = self.config.partial_rollout.deadlines.reward_s
+        deadline_s = None if self._paces else self.config.partial_rollout.deadlines.reward_s
         async with self._rewards:
             # The deadline of a call starts when it has its place.
             await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
 
     def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
-        """As verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
+        """Do as verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
         if any(each.response_logprobs is None for each in inputs):
             # verl takes those of all, or of none.
             for each in inputs:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
+from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.partial_rollout.manager.policies import finite
@@ -30,11 +31,11 @@ _TRAINERS = {
     "ref_log_prob", "values", "advantages", "returns", "rollout_is_weights", "reward_baselines", "sum_pi_squared",
     "global_token_num", "images_seqlens", "temperature", "multi_turn",
 }  # fmt: skip
-"""what verl's trainer names itself: its update asserts that no column of a batch has such a name"""
+"""column names of verl's trainer: its update asserts that no other column of a batch has one of them"""
 
 
 def reward_places(config: Any) -> int | None:
-    """Reward calls that each agent-loop worker may make at once under the whole ``config``; None: any number.
+    """Return how many reward calls each agent-loop worker may make at once under the whole ``config``; None: any number.
 
     Workers share the cores of all nodes: verl spreads its reward workers over them, and each call goes to any of them.
     """
@@ -47,15 +48,19 @@ def reward_places(config: Any) -> int | None:
     return max(1, cores // config.actor_rollout_ref.rollout.agent.num_workers)
 
 
+def paces_rewards(config: Any) -> bool:
+    """Whether verl's reward manager queues the calls itself and gives each a deadline of its own, ``reward.timeout``.
+
+    A call would spend ``deadlines.reward_s`` in the manager's queue, which may be as long as its limits make it.
+    """
+    return OmegaConf.select(config, "reward.reward_manager.name") == "rate_limited"
+
+
 class RewardError(RuntimeError):
     """The reward function failed, gave no score in time, or none that can be trained."""
 
     times = 1
     """in a row, for the same output"""
-
-
-class RewardWorkerDiedError(RuntimeError):
-    """Two reward workers died in turn during a call: its reward function may have ended their processes."""
 
 
 class RewardWorkersLostError(RuntimeError):
@@ -67,7 +72,7 @@ class _AwayError(Exception):
 
 
 async def reward_of(call: Awaitable[T], prompt: Any, deadline_s: float | None = None) -> T:
-    """The result of ``call``, of a reward function.
+    """Return the result of ``call``, of a reward function.
 
     Raises:
         RewardError: it failed, or took more than ``deadline_s``; names ``prompt``.
@@ -89,13 +94,13 @@ async def reward_of(call: Awaitable[T], prompt: Any, deadline_s: float | None = 
 
 
 def parts_of_reward(config: Any) -> tuple[str, ...]:
-    """What each reward must have beside its score: the keys that GDPO takes its advantages from."""
+    """Return the keys that each reward must have beside its score: those that GDPO takes its advantages from."""
     algorithm = config.algorithm
     return tuple(algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
 
 
 def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
-    """``fields`` that ``who``, a reward or loop, gives a sample; none has a name of the trainer's own.
+    """Rename those of ``fields``, which ``who`` (a reward or a loop) gives a sample, that have a name of the trainer's own.
 
     >>> renamed({"acc": 1.0, "temperature": 0.7}, "reward")
     {'acc': 1.0, 'reward_temperature': 0.7}
@@ -104,20 +109,26 @@ def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
 
 
 def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
-    """``score`` of ``prompt`` as a number.
+    """Return ``score`` of ``prompt`` as a number.
 
     Args:
-        info: what the reward says beside it. parts: of that, what must be a number too.
+        info: extra information of the reward. parts: keys of it that must have numbers too.
 
     Raises:
-        RewardError: one is none that can be trained, or ``info`` is no dictionary.
+        RewardError: one is no number that can be trained, ``info`` is no dictionary, or the function gave no score.
     """
     if not isinstance(info, Mapping):
-        raise RewardError(f"reward of prompt {prompt} says {info!r:.60} beside its score: a dictionary")
-    said = {f"reward of prompt {prompt}": score}
-    said.update(
-        {f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts}
-    )
+        raise RewardError(f"reward for prompt {prompt} returned extra information {info!r:.60}: expected a dictionary")
+    # verl's rate_limited manager answers with 0 and exactly this for a function that raised, or was late. What a function
+    # itself returns has a "score", or no word of an error.
+    if set(info) == {"acc", "timeout"} and info["timeout"] is True:
+        raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
+    if set(info) == {"acc", "error"}:
+        raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
+    said = {
+        f"reward of prompt {prompt}": score,
+        **{f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts},
+    }
     for what, value in said.items():
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
@@ -145,10 +156,13 @@ class RewardWorkers:
         """workers that are asked whether a function holds them"""
 
     async def remote(self, data: Any) -> dict:
-        """``RewardLoopWorker.compute_score`` of ``data``, a ``DataProto``, on one that lives; the caller sets the deadline.
+        """Call ``RewardLoopWorker.compute_score`` on a worker that lives; the caller sets the deadline.
+
+        Args:
+            data: a ``DataProto``.
 
         Raises:
-            RewardWorkerDiedError: two workers died in turn during the call.
+            RuntimeError: two workers died in turn during the call: its function may have ended their processes.
             RewardWorkersLostError: all are dead.
         """
         with contextlib.suppress(_AwayError):
@@ -159,7 +173,7 @@ class RewardWorkers:
         except _AwayError as error:
             if not self._living:
                 raise self._lost() from self._died_of
-            raise RewardWorkerDiedError(f"two reward workers died in turn during one call: {error}") from error
+            raise RuntimeError(f"two reward workers died in turn during one call: {error}") from error
 
     async def _ask(self, handle: Any, data: Any) -> dict:
         call = handle.compute_score.remote(data)
@@ -178,7 +192,7 @@ class RewardWorkers:
             raise _AwayError(one_line(error)) from error
 
     def _note(self, handle: Any, error: BaseException) -> None:
-        """A worker that is dead is not asked again."""
+        """Forget the worker if it is dead."""
         if not isinstance(error, RayActorError):
             raise error
         if means_death(error) and handle in self._living:
@@ -186,7 +200,7 @@ class RewardWorkers:
             self._living.remove(handle)
 
     async def _first_that_answers(self) -> Any:
-        """A worker that lives and is not held by its function."""
+        """Return a worker that lives and is not held by its function."""
         while self._living:
             asked = {asyncio.ensure_future(result_of(each.__ray_ready__.remote())): each for each in self._living}
             try:

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 
 from recipe.partial_rollout.worker.live_sample import OneOfASample, SampleClock, at_home
@@ -23,32 +22,35 @@ from recipe.partial_rollout.worker.live_sample import OneOfASample, SampleClock,
 T = TypeVar("T")
 
 
-class ToolTimeoutError(TimeoutError):
-    """A tool did not answer in time."""
-
-
 def timed(
     tools: list[Any], clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
 ) -> list[Any]:
-    """``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
+    """Return ``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
 
     Args:
         clock: of the agent loop; it ends when a call is late.
         timeout_s: of a call; None: no limit.
         note_error: gets what a tool raises, which verl's tool loop shows to the model alone.
     """
-    deadlines = [_Deadline(tool.name, clock, timeout_s, note_error) for tool in tools]
-    return [
-        _timed_function(tool, deadline) if isinstance(tool, FunctionTool) else TimedTool(tool, deadline)
-        for tool, deadline in zip(tools, deadlines, strict=True)
-    ]
+    return [_timed(tool, TimedTool(tool, clock, timeout_s, note_error)) for tool in tools]
 
 
-class _Deadline(OneOfASample):
-    """The deadline of each call of one tool; see ``timed``."""
+def _timed(tool: Any, bounded: TimedTool) -> Any:
+    if not isinstance(tool, FunctionTool):
+        return bounded
+
+    async def call(**parameters: Any) -> Any:
+        return await bounded.within(tool.call(parameters))
+
+    # verl's loop tells a function from a tool with a life cycle by its class.
+    return replace(tool, fn=call, is_async=True)
+
+
+class TimedTool(OneOfASample):
+    """A tool whose calls have a deadline (see ``timed``); everything else is the tool's own."""
 
     def __init__(
-        self, tool: str, clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
+        self, tool: Any, clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
     ) -> None:
         super().__init__()
         self._tool = tool
@@ -58,10 +60,10 @@ class _Deadline(OneOfASample):
 
     @at_home
     async def within(self, call: Awaitable[T]) -> T:
-        """``call``'s result.
+        """Return ``call``'s result.
 
         Raises:
-            ToolTimeoutError: none in time; the agent loop ends with it, too.
+            TimeoutError: there is none in time; the agent loop ends with it, too.
             Exception: the tool's own.
         """
         limit = asyncio.timeout(self._timeout_s)
@@ -72,40 +74,24 @@ class _Deadline(OneOfASample):
             if not limit.expired():
                 self._note_error(error)
                 raise
-            late = ToolTimeoutError(
-                f"tool {self._tool} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
+            late = TimeoutError(
+                f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
                 f"(partial_rollout.failures.tool_timeout_s)"
             )
             self._clock.end(late)
             raise late from error
-
-
-def _timed_function(tool: FunctionTool, deadline: _Deadline) -> FunctionTool:
-    async def call(**parameters: Any) -> Any:
-        return await deadline.within(tool.call(parameters))
-
-    return replace(tool, fn=call, is_async=True)
-
-
-class TimedTool(OneOfASample):
-    """A ``BaseTool`` whose calls have a deadline; everything else is the tool's own."""
-
-    def __init__(self, tool: BaseTool, deadline: _Deadline) -> None:
-        super().__init__()
-        self._tool = tool
-        self._deadline = deadline
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tool, name)
 
     async def create(self, *args: Any, **kwargs: Any) -> Any:
         """Create an instance of the tool."""
-        return await self._deadline.within(self._tool.create(*args, **kwargs))
+        return await self.within(self._tool.create(*args, **kwargs))
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Call the tool."""
-        return await self._deadline.within(self._tool.execute(*args, **kwargs))
+        return await self.within(self._tool.execute(*args, **kwargs))
 
     async def release(self, *args: Any, **kwargs: Any) -> Any:
         """Release an instance of the tool."""
-        return await self._deadline.within(self._tool.release(*args, **kwargs))
+        return await self.within(self._tool.release(*args, **kwargs))
