@@ -19,7 +19,7 @@ from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, lacks
-from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, in_words
 from verl_ext import command, guard, v1
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
@@ -181,10 +181,9 @@ def test_verls_own_trainer_does_not_start_without_model_or_queue(build, monkeypa
 
 def test_another_release_of_the_queue_is_refused(monkeypatch):
     """The deadline of its clients is a patch of one release; verl takes any from 0.1.10 on."""
-    for module in (guard, v1):
-        monkeypatch.setattr(module, "installed", lambda package: "0.1.12")
+    monkeypatch.setattr(guard, "installed", lambda package: "0.1.12")
     with pytest.raises(guard.UnsupportedVersionError, match=r"bound_controller is written for TransferQueue==0\.1\.11"):
-        v1.has_queue("v1.bound_controller")
+        v1.bound_controller(SimpleNamespace())
 
 
 def test_packages_that_the_gpu_set_brings_are_in_its_lock():
@@ -294,6 +293,17 @@ def test_sums_follow_verls_keys(build, model_4b, overrides, moment, addends):
         if f"{FSDP}.{key}_offload=True" in overrides and moment == "wake":
             assert name not in found
     assert bool(found) == bool(addends)
+
+
+def test_page_shows_what_a_check_prints_and_sizes_that_it_accepts(build, model_4b):
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    config = build("experiment=gsm8k_8gpu_4b", model_4b)
+    memory = DeviceMemory.of(config, ModelSize.of(config))
+    lines = [Finding(name, in_words(getattr(memory, name), 80)) for name in ("update", "wake")]
+    lines.append(Finding("missing", str(next(inputs.missing_inputs(config))), stops=True))
+    assert "\n".join(map(str, lines)) in page
+    (sizes,) = re.findall(r"^trainer\.n_gpus_per_node=8 .*$", page, re.M)
+    assert not list(check_rules(build(*sizes.split(), name="own_job")))
 
 
 @pytest.mark.parametrize(
