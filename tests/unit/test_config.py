@@ -40,6 +40,7 @@ def task(tmp_path_factory):
         "num_hidden_layers": 1,
     }
     (directory / "config.json").write_text(json.dumps(sizes))
+    (directory / "model.safetensors").touch()
     (directory / "data.parquet").write_bytes(b"")
     return directory
 
