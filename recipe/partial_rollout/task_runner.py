@@ -17,6 +17,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight import Checked
 from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options, sizes_of
+from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.session import RunSession
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
@@ -51,11 +52,17 @@ class TaskRunner(BaseTaskRunner):
         self.config, self.session, self.checked = config, session, checked
 
     def train(self) -> None:
-        """Start Ray, make the workers, train to the last step, end Ray.
+        """Start Ray, make the workers, train to the last step, end Ray; a training that has reached it starts nothing.
 
         Raises:
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
         """
+        session, log = self.session, self.session.run_dir / LOG
+        over = session.trains and session.completed_step >= self.checked.last_step
+        # A run that was killed after its last checkpoint starts once more, to note in its log that it is complete.
+        if over and (not log.exists() or b'"complete":true' in log.read_bytes()[-200:]):
+            print(f"nothing to do: {session.checkpoints.chosen} is the checkpoint of the last step")
+            return
         try:
             with StopSignals.of_process().behind():
                 start_ray(self.config)

@@ -3,6 +3,7 @@
 ``main_ppo`` runs here up to where Ray would start; then a checkpoint is sealed, as a training would.
 """
 
+import contextlib
 import errno
 import fcntl
 import multiprocessing
@@ -18,8 +19,11 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, lo
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+from recipe.partial_rollout.tools.check.command import check_run
 
 ARMS = {"PR": True, "noPR": False}
+TRAIN = task_runner.TaskRunner.train
+ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 
 
 def rows(*numbers):
@@ -59,14 +63,17 @@ def write_model(step_dir):
 
 @pytest.fixture
 def start(tmp_path, inputs, resolved_config, monkeypatch):
-    """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals."""
+    """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals.
+
+    ``checks``: it is one with ``--check``; returns its exit code.
+    """
     for name in ("VERL_FILE_LOGGER_PATH", "SWANLAB_LOG_DIR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
-    def run(*overrides, arm="PR", save=None):
+    def run(*overrides, arm="PR", save=None, checks=False):
         started = []
 
         def train(runner):
@@ -92,7 +99,10 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             f"partial_rollout.enable={ARMS[arm]}",
         ]
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-        main_ppo.run(resolved_config("quickstart_cpu", *keys, *overrides))
+        config = resolved_config("quickstart_cpu", *keys, *overrides)
+        if checks:
+            return check_run(config)
+        main_ppo.run(config)
         return started[0]
 
     return run
@@ -207,6 +217,36 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
     assert start(arm=other).session.checkpoints.resumed_step == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [("trainer.total_training_steps=6", 6), ("trainer.total_epochs=1", 6), ("trainer.total_epochs=2", 12)],
+)
+def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
+    start, tmp_path, capsys, monkeypatch, steps, last
+):
+    assert start(steps, checks=True) == 0
+    assert f"ok    steps           {last} of {last} are left\n" in capsys.readouterr().out
+    start(steps, save=6)
+    newest = tmp_path / "run" / "global_step_6"
+    said = f"{last - 6} of {last} are left, after step 6: it resumes from {newest}"
+    over = f"nothing to do: {newest} is the checkpoint of the last step"
+    assert start(steps, checks=True) == 0
+    assert f"ok    steps           {said if last > 6 else over}\n" in capsys.readouterr().out
+    runner = start(steps)
+
+    def it_starts(config):
+        raise RuntimeError("it starts")
+
+    monkeypatch.setattr(task_runner, "start_ray", it_starts)
+    # Of a run that was killed before it noted its end.
+    for log, starts in ((None, False), (ENDED, False), (ENDED.replace("true", "false"), True)):
+        if log:
+            (tmp_path / "run" / "run.jsonl").write_text(log)
+        with pytest.raises(RuntimeError, match="it starts") if starts or last > 6 else contextlib.nullcontext():
+            TRAIN(runner)
+        assert (over in capsys.readouterr().out) == (not starts and last == 6)
 
 
 def test_longer_samples_and_more_steps_go_on(start):
