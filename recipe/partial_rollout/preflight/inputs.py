@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets.config
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf

@@ -162,7 +162,7 @@ def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[i
 def _steps(checkpoints: Any, last: int) -> str:
     """Say from where the training goes on, and how far."""
     step, chosen = checkpoints.resumed_step, checkpoints.chosen
-    if step >= last:
+    if chosen and step >= last:
         return f"nothing to do: {chosen} is the checkpoint of the last step"
     return f"{last - step:,} of {last:,} are left" + (
         f", after step {step:,}: it resumes from {chosen}" if chosen else ""
