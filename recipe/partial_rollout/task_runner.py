@@ -17,6 +17,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight import Checked
 from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options, sizes_of
+from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
@@ -48,16 +49,22 @@ class TaskRunner(BaseTaskRunner):
 
     def __init__(self, config: DictConfig, files: RunFiles, checked: Checked) -> None:
         super().__init__()
-        self.config, self.checked = config, checked
+        self.config, self.files, self.checked = config, files, checked
         self.ours: dict[str, Any] = {"settings": checked.settings, "files": files}
         """arguments of ``TrainerRun``"""
 
     def train(self) -> None:
-        """Start Ray, make the workers, train to the last step, end Ray.
+        """Start Ray, make the workers, train to the last step, end Ray; a training that has reached it starts nothing.
 
         Raises:
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
         """
+        files, log = self.files, self.files.directory / LOG
+        over = files.trains and files.completed_step >= self.checked.last_step
+        # A run that was killed after its last checkpoint starts once more, to note in its log that it is complete.
+        if over and (not log.exists() or b'"complete":true' in log.read_bytes()[-200:]):
+            print(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
+            return
         try:
             with StopSignals.of_process().behind():
                 start_ray(self.config)

@@ -8,18 +8,19 @@ import runpy
 import sys
 from datetime import datetime
 
+import datasets
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, preflight
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import check_settings
+from recipe.partial_rollout.preflight import check_settings, inputs
 from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dataset_of
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.check.command import MISSING, WRONG, check_run
+from tests.unit.conftest import build_config
 from tests.unit.shared import check_config, settings_of
 
 
@@ -197,17 +198,18 @@ def test_data_source_that_verl_has_no_reward_for_needs_a_reward_of_ones_own(file
 
 @pytest.mark.parametrize(("refused", "enable", "save_freq"), [(True, True, 5), (False, True, -1), (False, False, 5)])
 def test_column_that_no_checkpoint_can_hold_is_refused_by_name_where_there_are_any(refused, enable, save_freq):
-    config = OmegaConf.create({"data": {"train_files": "train.parquet"}, "trainer": {"save_freq": save_freq}})
-    settings = settings_of(enable=enable)
+    config = build_config("quickstart_cpu", "data.train_files=train.parquet", f"trainer.save_freq={save_freq}")
+    settings, made = settings_of(enable=enable), ("2026-01-01", datetime(2026, 1, 1))
     rows = [
-        {"dummy_tensor": torch.zeros(1), "extra_info": {"made": made}} for made in ("2026-01-01", datetime(2026, 1, 1))
+        {"raw_prompt": ROW["prompt"], "dummy_tensor": torch.zeros(1), "extra_info": {"made": each}} for each in made
     ]
-    check_rows(config, settings, rows[:1])
+    given = "data.train_files", build_tokenizer()
+    check_rows(config, settings, rows[:1], *given)
     words = (
         r"^data.train_files=train.parquet: row 1, column extra_info.made: datetime.datetime cannot be saved: only plain"
     )
     with pytest.raises(ConfigError, match=words) if refused else contextlib.nullcontext():
-        check_rows(config, settings, rows)
+        check_rows(config, settings, rows, *given)
 
 
 def test_files_of_one_split_make_one_table(files, tmp_path):
@@ -241,6 +243,8 @@ def test_paths_in_the_home_are_found_and_written_there(resolved_config, tmp_path
 def trainable(files, model, tmp_path, monkeypatch):
     """``trainable(*overrides)``: a config that a run on this machine can start with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(inputs, "_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     # datasets leaves a copy in place of os.environ, to which undoing a setenv would not reach.
     monkeypatch.setattr(os, "environ", os.environ)
     sizes = "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"
@@ -263,10 +267,38 @@ def test_warm_up_that_outlasts_the_training_is_refused_before_ray(trainable):
         preflight.checked(trainable(f"{key}=1000"))
 
 
+def test_check_counts_prompts_that_are_too_long_and_shows_both_ends_of_a_long_one(trainable, capsys, tmp_path):
+    contents = ["1" * 700, *("1" * length for length in (10, 700, 900)), *["1+1"] * 4]
+    few = trainable("data.max_prompt_length=720", "actor_rollout_ref.rollout.max_model_len=4096")
+    rows = [{**ROW, "prompt": [{"role": "user", "content": content}]} for content in contents]
+    pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    assert check_run(few.copy()) == 0
+    lines = capsys.readouterr().out
+    assert "prompts         7, 1 steps an epoch; 1 others have more than 720 tokens (the longest has 908)\n" in lines
+    assert r"708 tokens: '<|im_start|>user\n1111" in lines and r"1' ... '1111" in lines and r"assistant\n'" in lines
+    few.data.max_prompt_length = 64
+    few.data.train_batch_size = few.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    assert check_run(few) == WRONG
+    lines = capsys.readouterr().out
+    assert (
+        "data.train_batch_size=8: at most 5, the prompts" in lines and "3 others have more than 64 tokens (the" in lines
+    )
+
+
+def test_check_shows_what_dynamic_sampling_filters_by(trainable, capsys):
+    keys = "enable=True", "metric=acc", "max_num_gen_batches=10"
+    assert check_run(trainable(*(f"algorithm.filter_groups.{key}" for key in keys))) == 0
+    assert (
+        "have the same acc are replaced by others; batches of prompts that a step may take: 10\n"
+        in capsys.readouterr().out
+    )
+
+
 def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):
     assert check_run(trainable()) == 0
     lines = capsys.readouterr().out
-    assert "FAIL" not in lines and "4; 0 of more than 64 tokens are left out; 1 steps an epoch" in lines
+    assert "FAIL" not in lines and "4, 1 steps an epoch; 0 others have more than 64 tokens\n" in lines
+    assert r"first prompt    9 tokens: '<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n'" in lines
     wrong = "data.gen_batch_size=2", "actor_rollout_ref.actor.checkpoint.async_save=True", "data.val_files=/nowhere"
     assert check_run(trainable(*wrong)) == WRONG
     lines = capsys.readouterr().out.splitlines()

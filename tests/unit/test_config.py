@@ -42,6 +42,7 @@ def task(tmp_path_factory):
         "num_hidden_layers": 1,
     }
     (directory / "config.json").write_text(json.dumps(sizes))
+    (directory / "model.safetensors").touch()
     (directory / "data.parquet").write_bytes(b"")
     return directory
 
@@ -281,6 +282,9 @@ VERLS_MISTAKES = {
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "above 0",
+    "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself, which is text",
+    "data.use_shm=True": "False: verl takes a copy of the same size",
+    "actor_rollout_ref.model.use_shm=True": "False: verl takes a copy of the same size",
     f"{LOSS}=geo_mean": "any other: verl averages it in each micro-batch",
     f"{LOSS}=ppo": "one of bypass_mode, cispo",
     "algorithm.adv_estimator=ppo": "one of gae, gdpo",

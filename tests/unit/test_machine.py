@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def test_hub_that_does_not_answer_within_a_deadline_is_told_of(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
     with pytest.raises(ConfigError, match=r"late after 5\.0 s"):
-        inputs.model_config("nobody/nothing")
+        inputs.check_model("nobody/nothing")
 
 
 @pytest.mark.parametrize(("stops", "code"), [(False, 0), (True, 3)])
@@ -93,6 +94,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SEPARATE = ("partial_rollout.placement=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4")
 KEEP = ("partial_rollout.resume_kv=keep", f"{ROLLOUT}.free_cache_engine=False", f"{ROLLOUT}.enable_prefix_caching=True")
 PADDED = "actor_rollout_ref.model.use_remove_padding=False"
+PRESENT = ModuleSpec("package", None)
 DISTRIBUTIONS = {"cupy": "cupy-cuda13x", "transfer_queue": "transferqueue"}
 
 
@@ -147,9 +149,37 @@ def test_what_a_command_imports_is_asked_for_with_the_command_that_brings_it(bui
         name: f"pip install {name}" for name in ("mlflow", "sglang")
     }
     brings = commands.get(module, "PARTIAL_ROLLOUT_EXTRA=gpu")
-    assert all(f"the package {module}, which is not installed: `{brings}" in line for line in found)
-    monkeypatch.setattr(inputs, "find_spec", lambda name: name)
+    words = f"the package {module}, which is not installed, or hidden by a folder ./{module}: `{brings}"
+    assert all(words in line for line in found)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: PRESENT)
     assert not list(missing_packages(build(*overrides)))
+
+
+@pytest.mark.parametrize(("tracker", "files"), [("wandb", []), ("swanlab", ["__init__.py"]), ("trackio", ["run.db"])])
+def test_trackers_folder_in_the_working_directory_is_no_package(build, monkeypatch, tmp_path, tracker, files):
+    """Python takes it for one: a run would fail at the tracker's first call, with its engines up."""
+    (tmp_path / tracker).mkdir()
+    for name in files:
+        (tmp_path / tracker / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]) or PRESENT)
+    (refused,) = map(str, missing_packages(build(f"trainer.logger=[file,{tracker}]")))
+    assert refused.startswith(
+        f"trainer.logger={tracker}: another, or the package {tracker}, which is not installed, or"
+    )
+    assert f"./{tracker}" in refused
+    assert not list(missing_packages(build("trainer.logger=[file]")))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model-00001-of-00002.bin", None])
+def test_model_folder_without_weights_is_refused(tmp_path, file):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    if file:
+        (tmp_path / file).touch()
+    words = "actor_rollout_ref.model.path=.*: a model directory with weights, .*which this one lacks"
+    with contextlib.nullcontext() if file else pytest.raises(ConfigError, match=words):
+        inputs.check_model(str(tmp_path))
 
 
 def test_verls_own_trainer_runs_the_configs_of_this_repository_once_they_are_checked(build, monkeypatch):
@@ -171,7 +201,7 @@ def test_verls_own_trainer_runs_the_configs_of_this_repository_once_they_are_che
 )
 def test_verls_own_trainer_does_not_start_without_model_or_queue(build, monkeypatch, capsys, lacks, line):
     monkeypatch.setattr(verl_trainer.preflight, "check_device", lambda config: None)
-    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == lacks else name)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == lacks else PRESENT)
     monkeypatch.setattr(verl_trainer.verls, "run_ppo", lambda config, **_: pytest.fail("it has started"))
     with pytest.raises(SystemExit) as end:
         verl_trainer.main.__wrapped__(build("arm=colocate_async", *[lacks] * ("=" in lacks)))
@@ -237,13 +267,17 @@ def test_run_is_refused_on_a_device_that_the_machines_check_refuses(build, looks
     assert not problems(build("platform=cpu"), None)
 
 
-@pytest.mark.parametrize("elsewhere", ["address", "nodes", "no GPU"])
+def test_machine_without_a_gpu_says_that_it_compares_nothing(build, looks_like_a_gpu, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    (said,) = problems(build("trainer.nnodes=1"), None)
+    assert said.startswith("note  device          this machine has no GPU to compare with: ")
+
+
+@pytest.mark.parametrize("elsewhere", ["address", "nodes"])
 def test_machine_that_will_not_train_is_not_asked(build, looks_like_a_gpu, monkeypatch, elsewhere):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 1)
     if elsewhere == "address":
         monkeypatch.setenv("RAY_ADDRESS", "auto")
-    if elsewhere == "no GPU":
-        monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     config = build("trainer.nnodes=2" if elsewhere == "nodes" else "trainer.nnodes=1")
     assert not problems(config, None)
 

@@ -3,6 +3,7 @@
 ``main_ppo`` runs here up to where Ray would start; then a checkpoint is sealed, as a training would.
 """
 
+import contextlib
 import errno
 import fcntl
 import multiprocessing
@@ -18,8 +19,11 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, lo
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+from recipe.partial_rollout.tools.check.command import check_run
 
 ARMS = {"PR": True, "noPR": False}
+TRAIN = task_runner.TaskRunner.train
+ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 
 
 def rows(*numbers):
@@ -59,19 +63,22 @@ def write_model(step_dir):
 
 @pytest.fixture
 def start(tmp_path, inputs, resolved_config, monkeypatch):
-    """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals."""
+    """``start(*overrides, arm=, save=)``: a process; returns its runner. ``save``: step of the checkpoint that it seals.
+
+    ``checks``: it is one with ``--check``; returns its exit code.
+    """
     for name in ("VERL_FILE_LOGGER_PATH", "SWANLAB_LOG_DIR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
-    def run(*overrides, arm="PR", save=None):
+    def run(*overrides, arm="PR", save=None, checks=False):
         started = []
 
         def train(runner):
             started.append(runner)
-            checkpoints = runner.ours["files"].checkpoints
+            checkpoints = runner.files.checkpoints
             if save is not None:
                 step_dir = checkpoints.step_dir(save)
                 in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
@@ -92,7 +99,10 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             f"partial_rollout.enable={ARMS[arm]}",
         ]
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-        main_ppo.run(resolved_config("quickstart_cpu", *keys, *overrides))
+        config = resolved_config("quickstart_cpu", *keys, *overrides)
+        if checks:
+            return check_run(config)
+        main_ppo.run(config)
         return started[0]
 
     return run
@@ -137,7 +147,7 @@ def test_run_that_starts_over_may_change_them_all(start):
     start(*KEEPS, save=2)
     batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
     runner = start(*KEEPS, *[change for change, _ in CHANGES], batch, "trainer.resume_mode=disable")
-    assert runner.ours["files"].checkpoints.resumed_step == 0
+    assert runner.files.checkpoints.resumed_step == 0
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -147,7 +157,7 @@ def test_run_that_starts_over_may_change_them_all(start):
 def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
-    assert start(f"data.train_files={moved}", arm=arm).ours["files"].checkpoints.resumed_step == 2
+    assert start(f"data.train_files={moved}", arm=arm).files.checkpoints.resumed_step == 2
     inputs.write(rows(*changed))
     words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
@@ -157,7 +167,7 @@ def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_
 def test_model_of_another_name_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, tmp_path):
     start(save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
-    assert start(f"actor_rollout_ref.model.path={moved}").ours["files"].checkpoints.resumed_step == 2
+    assert start(f"actor_rollout_ref.model.path={moved}").files.checkpoints.resumed_step == 2
     other = shutil.copytree(inputs.model, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: model, as in .*global_step_2"):
         start(f"actor_rollout_ref.model.path={other}")
@@ -176,8 +186,8 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
     files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
-    assert start(f"data.train_files={tmp_path}/{files[0]}").ours["files"].checkpoints.resumed_step == 2
-    assert start(f"data.train_files={files[1].format(tmp_path)}").ours["files"].checkpoints.resumed_step == 2
+    assert start(f"data.train_files={tmp_path}/{files[0]}").files.checkpoints.resumed_step == 2
+    assert start(f"data.train_files={files[1].format(tmp_path)}").files.checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -187,7 +197,7 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
-        assert start(*alone, arm=arm).ours["files"].checkpoints.resumed_step == 2
+        assert start(*alone, arm=arm).files.checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"):
         start(*alone, "trainer.n_gpus_per_node=2")
 
@@ -206,13 +216,43 @@ def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start,
     words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-    assert start(arm=other).ours["files"].checkpoints.resumed_step == 2
+    assert start(arm=other).files.checkpoints.resumed_step == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [("trainer.total_training_steps=6", 6), ("trainer.total_epochs=1", 6), ("trainer.total_epochs=2", 12)],
+)
+def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
+    start, tmp_path, capsys, monkeypatch, steps, last
+):
+    assert start(steps, checks=True) == 0
+    assert f"ok    steps           {last} of {last} are left\n" in capsys.readouterr().out
+    start(steps, save=6)
+    newest = tmp_path / "run" / "global_step_6"
+    said = f"{last - 6} of {last} are left, after step 6: it resumes from {newest}"
+    over = f"nothing to do: {newest} is the checkpoint of the last step"
+    assert start(steps, checks=True) == 0
+    assert f"ok    steps           {said if last > 6 else over}\n" in capsys.readouterr().out
+    runner = start(steps)
+
+    def it_starts(config):
+        raise RuntimeError("it starts")
+
+    monkeypatch.setattr(task_runner, "start_ray", it_starts)
+    # Of a run that was killed before it noted its end.
+    for log, starts in ((None, False), (ENDED, False), (ENDED.replace("true", "false"), True)):
+        if log:
+            (tmp_path / "run" / "run.jsonl").write_text(log)
+        with pytest.raises(RuntimeError, match="it starts") if starts or last > 6 else contextlib.nullcontext():
+            TRAIN(runner)
+        assert (over in capsys.readouterr().out) == (not starts and last == 6)
 
 
 def test_longer_samples_and_more_steps_go_on(start):
     start(save=2)
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*longer, "trainer.total_epochs=9").ours["files"].checkpoints.resumed_step == 2
+    assert start(*longer, "trainer.total_epochs=9").files.checkpoints.resumed_step == 2
 
 
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
@@ -238,7 +278,7 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
     other.join(60)
-    assert start().ours["files"].checkpoints.resumed_step == 2
+    assert start().files.checkpoints.resumed_step == 2
 
 
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):

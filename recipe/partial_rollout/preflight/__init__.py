@@ -17,6 +17,7 @@ from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, verls_own
 from recipe.partial_rollout.preflight.inputs import (
     MODEL,
+    cache_by_content,
     check_device,
     check_ray_address,
     missing_inputs,
@@ -47,6 +48,8 @@ class Checked(NamedTuple):
     processor: Any = None
     datasets: tuple[Any, Any] | None = None
     """of training and of validation"""
+    last_step: int = 0
+    """the last step of the training"""
 
 
 def _raise(_: Kind, error: ConfigError) -> None:
@@ -68,13 +71,14 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     if OmegaConf.is_dict(config.trainer):
         _run(check_device, config, "missing", refuse)
     settings = check_settings(config, refuse)
-    for check in (check_ray_address, missing_packages):
-        _run(check, config, "missing", refuse)
+    _run(check_ray_address, config, "missing", refuse)
+    if not _run(missing_packages, config, "missing", refuse):
+        _run(lambda config: choose_mode(config.trainer.logger), config, "setting", refuse)
     if _run(missing_inputs, config, "missing", refuse):
         return Checked(settings)
     size_bucket(config)
     try:
-        return _load(config, settings)
+        return _load(config, settings, refuse)
     except ConfigError as error:
         refuse("setting", error)
         return Checked(settings)
@@ -95,13 +99,12 @@ def check_settings(config: DictConfig, refuse: Refuse = _raise) -> PartialRollou
         check_rules,
         check_by_verl,
         lambda config: check_code(config, settings),
-        lambda config: choose_mode(config.trainer.logger),
     ):
         _run(check, config, "setting", refuse)
     return settings
 
 
-def _load(config: DictConfig, settings: PartialRolloutConfig) -> Checked:
+def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) -> Checked:
     """Load what the run trains on, and check it against the settings and against the checkpoint to resume."""
     checkpoints = None if verls_own(config) else check_checkpoints(config)
     with refusing(
@@ -109,17 +112,20 @@ def _load(config: DictConfig, settings: PartialRolloutConfig) -> Checked:
     ):
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     tokenizer, processor = model.tokenizer, model.processor
+    cache_by_content(config)
     train, val = (dataset_of(config, split, tokenizer, processor) for split in ("train", "val"))
-    check_columns(config, train, "data.train_files")
-    check_columns(config, val, "data.val_files")
+    for key, dataset in (("data.train_files", train), ("data.val_files", val)):
+        check_columns(config, dataset, key)
+        check_rows(config, settings, dataset, key, processor or tokenizer)
     if len(train) < (batch := config.data.train_batch_size):
         words = "the prompts of data.train_files that fit data.max_prompt_length and that the chat template takes"
-        raise fail("data.train_batch_size", batch, f"at most {len(train)}, {words}")
-    check_rows(config, settings, train)
+        refuse("setting", fail("data.train_batch_size", batch, f"at most {len(train)}, {words}"))
     if checkpoints is not None:
         check_schedule(config, len(train))
         check_made_of_rows(config, checkpoints, train)
-    return Checked(settings, checkpoints, tokenizer, processor, (train, val))
+    last = len(train) // batch * config.trainer.total_epochs
+    last = min(config.trainer.total_training_steps or last, last)
+    return Checked(settings, checkpoints, tokenizer, processor, (train, val), last)
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -34,6 +36,7 @@ INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
+_CACHE = Path(datasets.config.HF_DATASETS_CACHE)
 _PROBE_S = 5.0
 """for the hub to answer; its client would retry for half a minute"""
 
@@ -47,21 +50,38 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
     }
     for key in (key for key, loaded in models.items() if loaded):
         try:
-            model_config(str(at(config, key)), key)
+            check_model(str(at(config, key)), key)
         except ConfigError as error:
             yield error
     sets = at(config, "recipe.data_sets")
     command = f"python -m recipe.partial_rollout.tools data {sets} --out {at(config, 'recipe.data')}"
     words = f"an existing parquet file; `{command}` writes it (DATA=DIR)" if sets else "an existing parquet file"
+    for key, name in _data_files(config):
+        if not Path(name).is_file():
+            yield fail(key, name, words)
+
+
+def _data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Each data file, with the key that names it."""
     for key in ("data.train_files", "data.val_files"):
         files = at(config, key)
-        for name in [files] if isinstance(files, str) else files:
-            if not Path(str(name)).is_file():
-                yield fail(key, name, words)
+        yield from ((key, str(name)) for name in ([files] if isinstance(files, str) else files))
 
 
-def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
-    """``config.json`` of a local model directory, or of a model of the hub; ``key`` names it in errors.
+def cache_by_content(config: DictConfig) -> None:
+    """Have ``datasets`` keep the rows of the data files by the files' content.
+
+    It tells files apart by name and time stamp, which another file may have too: the rows of the old one would train.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for _, name in _data_files(config):
+        with open(name, "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    datasets.config.HF_DATASETS_CACHE = _CACHE / digest.hexdigest()
+
+
+def check_model(path: str, key: str = MODEL) -> None:
+    """Check that ``path`` is a local model directory with weights, or a model of the hub; ``key`` names it in errors.
 
     Raises:
         ConfigError: it is neither; says how to get it.
@@ -79,7 +99,9 @@ def model_config(path: str, key: str = MODEL) -> dict[str, Any]:
         if not isinstance(found, str | Path):
             reach_hub()
             found = hf_hub_download(path, "config.json")
-        return json.loads(Path(found).read_text())
+        json.loads(Path(found).read_text())
+    if local.is_file() and not any(each.suffix in (".safetensors", ".bin") for each in local.parent.iterdir()):
+        raise fail(key, path, "a model directory with weights, *.safetensors or *.bin, which this one lacks")
 
 
 def reach_hub() -> None:
@@ -149,6 +171,10 @@ PACKAGES = (
         (name, "actor_rollout_ref.rollout.trace.backend", name, f"pip install {name}")
         for name in ("mlflow", "trackio", "weave")
     ),
+    *(
+        (name, "trainer.logger", name, f"pip install {name}")
+        for name in ("swanlab", "wandb", "mlflow", "tensorboard", "clearml", "trackio")
+    ),
 )
 """module, key and value that import it, and the command that installs it: a run would import them with its engines up"""
 
@@ -156,9 +182,16 @@ PACKAGES = (
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each package that ``config`` needs and this environment lacks."""
     for module, key, value, brought_by in PACKAGES:
-        if at(config, key) == value and find_spec(module) is None:
-            words = f"another, or the package {module}, which is not installed: `{brought_by}` brings it"
-            yield fail(key, value, words)
+        given = at(config, key)
+        if value in (given if OmegaConf.is_list(given) else [given]) and not _is_installed(module):
+            words = f"which is not installed, or hidden by a folder ./{module}: `{brought_by}` brings it"
+            yield fail(key, value, f"another, or the package {module}, {words}")
+
+
+def _is_installed(module: str) -> bool:
+    """Whether Python finds ``module``, and not a folder of that name here, such as one with a tracker's files."""
+    spec = find_spec(module)
+    return spec is not None and Path.cwd() not in [Path(each).parent for each in spec.submodule_search_locations or ()]
 
 
 # -- devices, and Ray ----------------------------------------------------------------------------------------------------

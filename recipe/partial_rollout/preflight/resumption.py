@@ -75,12 +75,8 @@ def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset:
         _compare(_ROWS, checkpoints)
 
 
-def _saved(checkpoints: RunCheckpoints) -> dict[str, Any]:
-    return checkpoints.resumed.made_of if checkpoints.resumed else {}
-
-
 def _compare(key: str, checkpoints: RunCheckpoints) -> None:
-    here, saved = checkpoints.made_of[key], _saved(checkpoints)
+    here, saved = checkpoints.made_of[key], checkpoints.resumed.made_of if checkpoints.resumed else {}
     if key not in saved or here == saved[key] or (key in _GROWING and here > saved[key]):
         return
     bound = "at least " if key in _GROWING and not isinstance(here, bool) else ""

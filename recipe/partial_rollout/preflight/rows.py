@@ -1,8 +1,11 @@
-"""Check the rows of the data: the columns that loops and rewards read, and what a checkpoint can hold."""
+"""Check the rows of the data: the columns that loops and rewards read, prompts that reach the model whole, and what a
+checkpoint can hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
+from verl.utils.tokenizer.chat_template import apply_chat_template
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.config.keys import fail, refusing
@@ -47,7 +51,7 @@ def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
     table, value = getattr(dataset, "dataframe", None), at(config, key)
     if table is None:
         return
-    columns, loops = table.column_names, [config.actor_rollout_ref.rollout.agent.default_agent_loop]
+    columns, loops = table.features.flatten(), [config.actor_rollout_ref.rollout.agent.default_agent_loop]
     if _LOOP in columns:
         loops, known = table.unique(_LOOP), agent_loops(config)
         if unknown := {*loops} - known:
@@ -60,7 +64,7 @@ def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
     by_model = reward.reward_model.enable and not reward.custom_reward_function.path
     if own_loops or by_model or reward.reward_manager.source != "register":
         return
-    for column in ("data_source", "reward_model"):
+    for column in ("data_source", "reward_model.ground_truth"):
         if column not in columns:
             words = "rows with data_source and reward_model.ground_truth, which reward manager"
             raise fail(key, value, f"{words} {reward.reward_manager.name} reads; they have no {column}")
@@ -82,13 +86,72 @@ def _check_sources(key: str, table: Any) -> None:
             continue
 
 
-def check_rows(config: DictConfig, settings: PartialRolloutConfig, dataset: Sequence[dict[str, Any]]) -> None:
-    """Raise ``ConfigError`` for rows of ``dataset`` that a checkpoint cannot hold."""
-    if not settings.enable or config.trainer.save_freq <= 0:
-        return
+def check_rows(
+    config: DictConfig, settings: PartialRolloutConfig, dataset: Sequence[dict[str, Any]], key: str, renderer: Any
+) -> None:
+    """Refuse rows that verl cannot read, whose prompt does not reach the model whole, or that no checkpoint can hold.
+
+    Args:
+        dataset: of the files that ``key`` names.
+        renderer: the processor or tokenizer that has the chat template.
+
+    Raises:
+        ConfigError: for the first such row, by its number in the files.
+    """
+    value, numbers = at(config, key), file_rows(dataset)
+    saved = settings.enable and config.trainer.save_freq > 0 and key == "data.train_files"
+    words = (
+        f"rows whose {config.data.prompt_key} is a list of messages, each with a role and a content that the chat template "
+        "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
+    )
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+        with refusing(key, value, f"{words}; row {numbers[i]} is not"):
+            row = dataset[i]
+            _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
+            if row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS:
+                int(row.get("priority", 0))
         try:
-            pack({column: value for column, value in dataset[i].items() if not isinstance(value, torch.Tensor)})
+            pack({column: value for column, value in row.items() if saved and not isinstance(value, torch.Tensor)})
         except UnsaveableError as error:
             remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
-            raise fail("data.train_files", config.data.train_files, f"row {i}, column {error} {remedy}") from None
+            raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
+
+
+def file_rows(dataset: Any) -> Sequence[int]:
+    """The number in the data files of each row of ``dataset``, from 0: verl leaves out some."""
+    indices = getattr(getattr(dataset, "dataframe", None), "_indices", None)
+    return range(len(dataset)) if indices is None else indices.column(0).to_pylist()
+
+
+def rendering_of(config: DictConfig, dataset: Any, row: Mapping[str, Any], renderer: Any) -> Any:
+    """The prompt of ``row`` as text, as verl's agent loops have the chat template write it; raises what that raises."""
+    prompt = row["raw_prompt"]
+    if isinstance(prompt, str) or not len(prompt):
+        raise ValueError(f"no messages: {prompt!r:.120}")
+    return apply_chat_template(
+        renderer,
+        [*prompt],
+        tokenize=False,
+        tools=getattr(dataset, "tool_schemas", None),
+        **(config.data.get("apply_chat_template_kwargs") or {}),
+    )
+
+
+def _check_prompt(prompt: Any, rendering: str) -> None:
+    """Raise ``ValueError`` for the first message of ``prompt`` that ``rendering`` does not have as it is."""
+    for message in prompt:
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            continue
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if "text" in (part.get("type") or "text")]
+        # A template for text alone may print a list of parts as Python does.
+        printed = parts is content and str(content) in rendering
+        if printed or not all(isinstance(text, str) and _is_in(rendering, text) for text in texts):
+            raise ValueError(f"it does not write {message!r:.120}")
+
+
+def _is_in(rendering: str, text: str) -> bool:
+    """Whether a chat template has written ``text``: stripped, without thoughts of an earlier turn, or as JSON."""
+    answer = text.rpartition("</think>")[2].strip()
+    return answer in rendering or json.dumps(text, ensure_ascii=False)[1:-1] in rendering

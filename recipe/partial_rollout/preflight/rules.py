@@ -123,6 +123,15 @@ _TRAINING = (
         )
         for split in ("train", "val")
     ),
+    *(
+        only(f"{who}.use_shm", False, "verl takes a copy of the same size that it finds in /dev/shm for the file")
+        for who in ("data", "model", "critic.model")
+    ),
+    Rule(
+        "model.custom_chat_template",
+        lambda v, _: v is None or "{" in v,
+        "null, or the template itself, which is text in Jinja and no path",
+    ),
     Rule(
         "trainer.nnodes",
         lambda v, c: v == 1 or os.environ.get("RAY_ADDRESS") or at(c, "ray_kwargs.ray_init.address"),

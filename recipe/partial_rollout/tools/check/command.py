@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipe.partial_rollout import preflight
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.config.settings import (
-    Mode,
-    PartialRolloutConfig,
-    engine_devices,
-    trainer_devices,
-    verls_own,
-)
-from recipe.partial_rollout.manager.admission import Admission
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
-from recipe.partial_rollout.preflight.rows import dataset_of
+from recipe.partial_rollout.preflight.rows import dataset_of, file_rows, rendering_of
 from recipe.partial_rollout.preflight.rule import replica_devices
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding
@@ -31,6 +25,8 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 
 WRONG, MISSING = 2, 3
 """exit codes of a check: a setting does not hold; all hold, and data, model, packages or the machine lack something"""
+_BEGIN, _END = 200, 400
+"""characters that are shown of a long prompt"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,16 +76,6 @@ def check_run(config: DictConfig) -> int:
     return WRONG if "setting" in refused else MISSING if refused else code
 
 
-def _prompts(config: DictConfig, checked: Checked, count: int) -> str:
-    """Describe the ``count`` prompts of the training, and those that verl leaves out."""
-    data = config.data
-    everything = dataset_of(config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=False)
-    return (
-        f"{count:,}; {len(everything) - count:,} of more than {data.max_prompt_length:,} tokens are left out; "
-        f"{count // data.train_batch_size:,} steps an epoch"
-    )
-
-
 # -- the plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -101,25 +87,25 @@ def plan(
     yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
     size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
     yield Finding("model", f"{config.actor_rollout_ref.model.path}: {size}")
-    replicas = max(1, (engine_devices(config) or trainer_devices(config)) // replica_devices(config))
-    yield Finding("devices", f"{_devices(config, replicas)}; {cpus_for_ray(config)} CPUs for Ray")
+    yield Finding("devices", f"{_devices(config)}; {cpus_for_ray(config)} CPUs for Ray")
     sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
     yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
+    if settings.group_filter:
+        most = settings.group_filter.max_num_gen_batches or "no limit"
+        said = f"prompts whose samples all have the same {settings.group_filter.metric} are replaced by others"
+        yield Finding("filter", f"{said}; batches of prompts that a step may take: {most}")
     if checked.datasets:
-        yield Finding("prompts", _prompts(config, checked, len(checked.datasets[0])))
-    samples = _in_flight(config, settings)
-    yield Finding("in flight", f"up to {samples:,} samples, {-(-samples // replicas):,} a replica")
+        yield Finding("prompts", _prompts(config, checked))
+        yield Finding("first prompt", _first_prompt(config, checked, checked.datasets[0]))
+    if checked.checkpoints:
+        yield Finding("steps", _steps(checked.checkpoints, checked.last_step))
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
         if taken:
             yield Finding(name, in_words(taken, config.recipe.gpu_gib))
-    yield Finding("reads", f"{data.train_files}, {data.val_files}")
-    saved = "no checkpoints"
-    if trainer.save_freq > 0:
-        size = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
-        at_once = machine.checkpoints_at_once(config)
-        saved = f"a checkpoint every {trainer.save_freq} steps{size}, {at_once} at once"
-    logger = OmegaConf.to_container(trainer.logger) if OmegaConf.is_list(trainer.logger) else trainer.logger
-    yield Finding("writes", f"{trainer.default_local_dir}: config, metrics, trace, {saved}; logger {logger}")
+    each = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
+    every = f"every {trainer.save_freq} steps{each}, {machine.checkpoints_at_once(config)} at once"
+    saved = f"a checkpoint {every}" if trainer.save_freq > 0 else "no checkpoints"
+    yield Finding("writes", f"{trainer.default_local_dir}: config, metrics, trace, {saved}; logger {trainer.logger}")
 
 
 def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
@@ -134,20 +120,50 @@ def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
     return f"PR, {how}, overlap {settings.overlap:g}, max_staleness {settings.max_staleness}; {algorithm}"
 
 
-def _devices(config: DictConfig, replicas: int) -> str:
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    theirs = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}"
-    if not engine_devices(config):
-        return f"{theirs}; {replicas} engine replicas"
-    engines = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas} engine replicas"
-    return f"{theirs} for the trainer, {engines}; weights by {rollout.checkpoint_engine.backend}"
+def _devices(config: DictConfig) -> str:
+    trainer, rollout, engines = config.trainer, config.actor_rollout_ref.rollout, engine_devices(config)
+    replicas = max(1, (engines or trainer_devices(config)) // replica_devices(config))
+    said = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}; {replicas} engine replicas"
+    own = f" on {rollout.nnodes} x {rollout.n_gpus_per_node} others, weights by {rollout.checkpoint_engine.backend}"
+    return said + (own if engines else "")
 
 
-def _in_flight(config: DictConfig, settings: PartialRolloutConfig) -> int:
-    """Samples at once, at most."""
-    samples = settings.batch_samples
-    if settings.enable and settings.mode is not Mode.SSIM:
-        return max(samples, Admission(settings).most_per_version() * settings.samples_per_group)
-    if config.trainer.use_v1 and config.trainer.v1.trainer_mode == "colocate_async":
-        samples += int(samples * config.trainer.v1.colocate_async.num_warmup_batches)
-    return samples
+def _prompts(config: DictConfig, checked: Checked) -> str:
+    """Describe the prompts of the training, and those that are too long."""
+    most = config.data.max_prompt_length
+    # verl leaves out what the chat template does not take, too: that is in neither.
+    fit, of_any_length = (
+        dataset_of(
+            config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=True, max_prompt_length=limit
+        )
+        for limit in (most, 1 << 30)
+    )
+    kept, numbers = {*file_rows(fit)}, file_rows(of_any_length)
+    lengths = [len(_ids(config, checked, of_any_length, i)) for i, row in enumerate(numbers) if row not in kept]
+    longest = f" (the longest has {max(lengths):,})" if lengths else ""
+    steps = f"{len(fit) // config.data.train_batch_size:,} steps an epoch"
+    return f"{len(fit):,}, {steps}; {len(lengths):,} others have more than {most:,} tokens{longest}"
+
+
+def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
+    """The first prompt as the model reads it, and its length."""
+    ids = _ids(config, checked, dataset, 0) if len(dataset) else []
+    text = checked.tokenizer.decode(ids)
+    parts = [text] if len(text) <= _BEGIN + _END else [text[:_BEGIN], text[-_END:]]
+    return f"{len(ids):,} tokens: {' ... '.join(map(repr, parts))}"
+
+
+def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[int]:
+    """Tokens of the prompt of ``row``; an image counts as the one token that stands for it."""
+    rendering = rendering_of(config, dataset, dataset[row], checked.processor or checked.tokenizer)
+    return checked.tokenizer.encode(rendering, add_special_tokens=False)
+
+
+def _steps(checkpoints: Any, last: int) -> str:
+    """Say from where the training goes on, and how far."""
+    step, chosen = checkpoints.resumed_step, checkpoints.chosen
+    if chosen and step >= last:
+        return f"nothing to do: {chosen} is the checkpoint of the last step"
+    return f"{last - step:,} of {last:,} are left" + (
+        f", after step {step:,}: it resumes from {chosen}" if chosen else ""
+    )

@@ -144,6 +144,7 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     if address not in (None, "", "local") or trainer.nnodes > 1:
         return
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
+        yield Finding("device", "this machine has no GPU to compare with", "check again where it will train")
         return
     if trainer.device == "cuda" and wants_gpu():
         yield from (found for found in (device(), compiler()) if found.stops)
@@ -154,11 +155,13 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
         yield Finding("missing", str(error), stops=True)
     if trainer.save_freq <= 0 or size is None:
         return
-    directory, each = Path(str(trainer.default_local_dir)), checkpoint_gib(config, size)
-    count = checkpoints_at_once(config)
+    directory, count = Path(str(trainer.default_local_dir)), checkpoints_at_once(config)
+    needed = checkpoint_gib(config, size) * count
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
-    if free < each * count:
+    if free < needed:
         said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
-        remedy = f"{each * count:.0f} GiB for {count} checkpoints of {each:.1f} GiB (trainer.max_actor_ckpt_to_keep)"
+        remedy = (
+            f"{needed:.0f} GiB for {count} checkpoints of {needed / count:.1f} GiB (trainer.max_actor_ckpt_to_keep)"
+        )
         yield Finding("disk", said, remedy, stops=True)

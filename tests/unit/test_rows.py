@@ -1,0 +1,172 @@
+"""Before Ray starts: each row reaches the model as it is written, or the run is refused by file, row and what is wrong."""
+
+import json
+import os
+
+import datasets
+import pandas as pd
+import pytest
+
+from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.preflight import inputs
+from recipe.partial_rollout.preflight.inputs import cache_by_content
+from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dataset_of, file_rows
+from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+from tests.unit.shared import settings_of
+
+ASKED = "what is 3+4?"
+USER = {"role": "user", "content": ASKED}
+SYSTEM = {"role": "system", "content": "be brief"}
+CHATML = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+BRANCHES = """\
+{%- for message in messages %}
+{%- if message.role in ('user', 'system', 'assistant') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}{{- message.content | tojson }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""a branch for each role, as Qwen2.5's has, and none for others"""
+FORGIVING = BRANCHES.replace("message.content + '<", "(message.content or '') ~ '<")
+NO_SYSTEM = BRANCHES.replace("'user', 'system', 'assistant'", "'user', 'assistant'")
+PRINTS = "{%- for message in messages %}{{- message.role ~ ': ' ~ message.content }}{%- endfor %}"
+PARTS = """\
+{%- for message in messages %}{{- message.role }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}
+{%- endif %}{%- endfor %}"""
+STRIPS = """\
+{%- for message in messages %}{{- message.role + ': ' + (message.content | trim) + ';' }}{%- endfor %}"""
+THINKS = """\
+{%- for message in messages %}{%- set text = message.content %}
+{%- if message.role == 'assistant' %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+{{- message.role + ': ' + text + ';' }}{%- endfor %}"""
+CALLS = """\
+{%- for message in messages %}{{- message.role + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}{{- call.function.name }}{%- endfor %}{%- endfor %}"""
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+TOOL = {"role": "tool", "content": 'it says "7"\nand more'}
+IN_PARTS = {"role": "user", "content": [{"type": "text", "text": ASKED}]}
+TURN = {"role": "assistant", "content": "<think>\nmany a thought\n</think>\n\nseven"}
+
+
+def row(prompt=(USER,), **columns):
+    return {
+        "prompt": list(prompt) if isinstance(prompt, tuple) else prompt,
+        "data_source": "mine",
+        "reward_model": {"ground_truth": "7"},
+        **columns,
+    }
+
+
+@pytest.fixture
+def check(tmp_path, resolved_config, monkeypatch):
+    """``check(rows, template, *overrides, split=)``: what a start checks of a file with these rows; its dataset."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(rows, template=BRANCHES, *overrides, split="train", kind="parquet"):
+        files = {name: tmp_path / f"{name}.{kind if name == split else 'parquet'}" for name in ("train", "val")}
+        pd.DataFrame([row()]).to_parquet(tmp_path / f"{'val' if split == 'train' else 'train'}.parquet")
+        if kind == "parquet":
+            pd.DataFrame(rows).to_parquet(files[split])
+        else:
+            files[split].write_text("".join(json.dumps(each) + "\n" for each in rows))
+        given = f"data.train_files={files['train']}", f"data.val_files={files['val']}", "data.max_prompt_length=512"
+        config = resolved_config("quickstart_cpu", *given, *overrides)
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = template
+        dataset, key = dataset_of(config, split, tokenizer), f"data.{split}_files"
+        check_columns(config, dataset, key)
+        check_rows(config, settings_of(enable=True), dataset, key, tokenizer)
+        return dataset
+
+    return run
+
+
+LOST = {
+    "text": (ASKED, BRANCHES, "no messages: 'what is 3"),
+    "JSON": (json.dumps([USER]), BRANCHES, "no messages: "),
+    "a list of texts": ([ASKED], BRANCHES, "AttributeError: 'str' object has no attribute 'get'"),
+    "no messages": ([], BRANCHES, r"no messages: \[\]"),
+    "ShareGPT's keys": ([{"from": "human", "value": ASKED}], BRANCHES, "it does not write {'from': 'human'"),
+    "a role that the template has no branch for": ([{"role": "human", "content": ASKED}], BRANCHES, "'role': 'human'"),
+    "None as content": ([{"role": "user", "content": None}], FORGIVING, "'content': None"),
+    "a path as template": ([USER], "/models/mine/chat_template.jinja", "it does not write {.*what is 3"),
+    "a system prompt that the template leaves out": ([SYSTEM, USER], NO_SYSTEM, "it does not write .*be brief"),
+    "a list of parts that a template prints": (
+        [{"role": "user", "content": [{"type": "text", "text": ASKED}]}],
+        PRINTS,
+        "it",
+    ),
+    "a part without its text": (
+        [{"role": "user", "content": [{"type": "text", "value": ASKED}]}],
+        PARTS,
+        "'value': 'what",
+    ),
+}
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(("prompt", "template", "words"), LOST.values(), ids=LOST)
+def test_row_whose_messages_do_not_reach_the_model_is_refused_by_file_and_number(check, prompt, template, words, split):
+    said = rf"^data.{split}_files=.*{split}.parquet: rows whose prompt is a list of messages.*; row 0 .*{words}"
+    with pytest.raises(ConfigError, match=said) as caught:
+        check([row(prompt)] * 3, template, "data.filter_overlong_prompts=False", split=split)
+    assert "\n" not in str(caught.value)
+
+
+READ = {
+    "plain": ([USER], BRANCHES),
+    "system, tool and JSON": ([SYSTEM, USER, TURN, TOOL], BRANCHES),
+    "text that a template strips": ([{"role": "user", "content": f"  {ASKED}\n\n"}], STRIPS),
+    "a thought of an earlier turn": ([USER, TURN, USER], THINKS),
+    "parts": ([{"role": "user", "content": [{"type": "text", "text": ASKED}, {"type": "text", "text": "now"}]}], PARTS),
+    "a call without content": ([USER, CALL, TOOL, USER], CALLS),
+    "an empty system prompt": ([{"role": "system", "content": ""}, USER], BRANCHES),
+}
+
+
+@pytest.mark.parametrize(("prompt", "template"), READ.values(), ids=READ)
+def test_row_that_reaches_the_model_is_taken(check, prompt, template):
+    assert len(check([row(prompt)] * 3, template, "data.filter_overlong_prompts=False", kind="jsonl")) == 3
+
+
+def test_number_of_a_row_is_that_in_the_file_whatever_verl_has_left_out(check):
+    long = row([{"role": "user", "content": "a" * 600}])
+    lost = row([{"role": "human", "content": ASKED}])
+    with pytest.raises(ConfigError, match=r"; row 3 .*'role': 'human'"):
+        check([long, long, row(), lost, row()])
+    assert [*file_rows(check([long, row(), row()]))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"extra_info": json.dumps({"index": 3})}, "extra_info is a dictionary.*row 0 .*AttributeError: 'str' object"),
+        ({"priority": "high"}, "priority a number.*row 0 .*ValueError: invalid literal"),
+        ({"images": ["a.png"]}, "images need a model that sees.*row 0 .*AssertionError: processor is needed"),
+        ({"reward_model": json.dumps({"ground_truth": "7"})}, "they have no reward_model.ground_truth"),
+    ],
+)
+def test_column_that_verl_cannot_read_is_refused(check, columns, words):
+    with pytest.raises(ConfigError, match=rf"^data\.train_files=.*{words}"):
+        check([row(**columns)] * 3)
+
+
+@pytest.mark.parametrize("columns", [{"extra_info": None}, {"priority": 3}, {"images": []}])
+def test_column_that_verl_reads_is_taken(check, columns):
+    assert len(check([row(**columns)] * 3)) == 3
+
+
+def test_file_of_the_same_name_and_time_stamp_brings_its_own_rows(tmp_path, resolved_config, monkeypatch):
+    """``datasets`` knows a file by both, and verl trained the rows of the old one."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(inputs, "_CACHE", tmp_path / "cache")
+    file = tmp_path / "train.parquet"
+    config = resolved_config("quickstart_cpu", f"data.train_files={file}", f"data.val_files=[{file}]")
+    for content in ("1+1", "2+2"):
+        pd.DataFrame([row([{"role": "user", "content": content}])]).to_parquet(file)
+        os.utime(file, (1.7e9, 1.7e9))
+        cache_by_content(config)
+        assert dataset_of(config, "train", build_tokenizer())[0]["raw_prompt"][0]["content"] == content
