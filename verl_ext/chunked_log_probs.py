@@ -104,15 +104,17 @@ class _Entropy(torch.autograd.Function):
         return gradient, None
 
 
-# verl compiles the two functions below, and ``torch.compile`` looks through a decorator of theirs: each number of chunks
-# would be a graph of its own, a minute of an H200's update. So what they call is disabled.
-@torch.compiler.disable
-def _in_chunks(function: Any, logits: torch.Tensor, *columns: torch.Tensor, most: int | None = None) -> torch.Tensor:
+def _apply(function: Any, logits: torch.Tensor, *columns: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """``function`` [...] of ``logits`` [..., V] and ``columns`` [...], in chunks of at most ``most`` rows."""
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
     rows = max(1, (CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
     parts = (logits.reshape(-1, vocabulary), *(column.reshape(-1, 1) for column in columns))
     return function.apply(*parts, rows if most is None else min(rows, most)).view(shape)
+
+
+# verl compiles the two functions below, and ``torch.compile`` looks through a decorator of theirs: each number of chunks
+# would be a graph of its own, a minute of an H200's update. So what they call is disabled.
+_in_chunks: Any = torch.compiler.disable(_apply)
 
 
 def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
