@@ -20,7 +20,6 @@ verl's own log-probs without flash-attn are as exact and as quick.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,13 +32,6 @@ DEVICE_CHUNK = 1 << 26
 """elements of a chunk on an accelerator: 441 rows of a vocabulary of 151,936, 2,048 of 32,768"""
 CPU_CHUNK = 1 << 18
 """elements of a chunk on a CPU, where what is faster than verl's loop is what stays in the cache"""
-
-
-def _rows(logits: torch.Tensor, most: int | None = None) -> int:
-    """Rows of a chunk of ``logits`` [N, V], at most ``most``."""
-    elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
-    rows = max(1, elements // logits.shape[-1])
-    return rows if most is None else min(rows, most)
 
 
 def _chunks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -112,39 +104,27 @@ class _Entropy(torch.autograd.Function):
         return gradient, None
 
 
-def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    flat = logits.reshape(-1, logits.shape[-1])
-    return _LogProbs.apply(flat, labels.reshape(-1, 1), _rows(flat)).view(labels.shape)
+def _apply(function: Any, logits: torch.Tensor, *columns: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """``function`` [...] of ``logits`` [..., V] and ``columns`` [...], in chunks of at most ``most`` rows."""
+    shape, vocabulary = logits.shape[:-1], logits.shape[-1]
+    rows = max(1, (CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
+    parts = (logits.reshape(-1, vocabulary), *(column.reshape(-1, 1) for column in columns))
+    return function.apply(*parts, rows if most is None else min(rows, most)).view(shape)
 
 
-def _entropy(logits: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
-    flat = logits.reshape(-1, logits.shape[-1])
-    return _Entropy.apply(flat, _rows(flat, chunk_size)).view(logits.shape[:-1])
-
-
-# verl compiles what it is given, and ``torch.compile`` looks through a decorator of its own: each number of chunks would be
-# a graph of its own, a minute of an H200's update. So what is called inside is disabled.
-_uncompiled_log_probs: Any = torch.compiler.disable(_log_probs)
-_uncompiled_entropy: Any = torch.compiler.disable(_entropy)
+# verl compiles the two functions below, and ``torch.compile`` looks through a decorator of theirs: each number of chunks
+# would be a graph of its own, a minute of an H200's update. So what they call is disabled.
+_in_chunks: Any = torch.compiler.disable(_apply)
 
 
 def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probs [...] in float32 of ``labels`` [...] under ``logits`` [..., V]; for verl's ``logprobs_from_logits_v2``."""
-    return _uncompiled_log_probs(logits, labels)
+    return _in_chunks(_LogProbs, logits, labels)
 
 
 def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
     """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions. ``chunk_size``: rows at most."""
-    return _uncompiled_entropy(logits, chunk_size)
-
-
-def in_force() -> str:
-    """Which log-probs the trainer takes in an environment like this process's, in words."""
-    from verl.utils import torch_functional
-
-    if torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE") != "1":
-        return "flash-attn's kernel"
-    return "float32, in chunks"
+    return _in_chunks(_Entropy, logits, most=chunk_size)
 
 
 def patch(module: Any) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from verl_ext.guard import UnsupportedVersionError, cpu_requested, require_tested_pair
+from verl_ext.guard import cpu_requested, untested_pair
 
 NAME = "recipe.partial_rollout"
 OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
@@ -37,6 +37,7 @@ examples:
   partial-rollout tools keys"""
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """of NVIDIA's, AMD's and WSL's drivers"""
+_NO_VARIABLE = "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +74,10 @@ def foreign_recipe() -> str | None:
     for who, place in (("this process", imported_here()), ("a Ray worker", imported_here([os.getcwd()]))):
         if place not in (None, OURS):
             name = NAME if place.name != "recipe" else "recipe"
-            return f"{who} would import {name} from {place}, not from {OURS}: {_remedy(place)}"
+            return (
+                f"{who} would import {name} from {place}, not from {OURS}: "
+                "start from another directory, or take that one off PYTHONPATH"
+            )
     return None
 
 
@@ -84,16 +88,10 @@ def no_device(device: str, cluster: str | None) -> str | None:
         device: ``trainer.device``.
         cluster: Ray's address, of machines whose devices nobody here sees.
     """
-    cpu = cpu_requested()
-    if device == "cpu" and not cpu:
-        return "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
     if device == "cpu":
-        try:
-            require_tested_pair("cpu")
-        except UnsupportedVersionError as error:
-            # verl goes on without the patches of a plugin that refuses to load.
-            return str(error)
-    if device != "cpu" and cpu:
+        # verl goes on without the patches of a plugin that refuses to load.
+        return untested_pair("cpu") if cpu_requested() else _NO_VARIABLE
+    if cpu_requested():
         return f"trainer.device={device}: cpu where the environment has VERL_PLATFORM=cpu; add platform=cpu"
     there = shutil.which("nvidia-smi") or any(map(os.path.exists, _DEVICES))
     if device == "cuda" and not (there or cluster or os.environ.get("RAY_ADDRESS")):
@@ -121,15 +119,6 @@ def imported_here(first: Sequence[str] = ()) -> Path | None:
         return Path(parent.origin).resolve().parent if parent.origin else None
     places = spec.submodule_search_locations
     return Path(places[0] if places else str(spec.origin)).resolve()
-
-
-def _remedy(place: Path) -> str:
-    root = next((parent.parent for parent in (place, *place.parents) if parent.name == "recipe"), place.parent)
-    if root == Path.cwd():
-        return "start from another directory"
-    if root in (Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
-        return f"take {root} off PYTHONPATH"
-    return f"take {root} off Python's search path"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ declares: verl's resource pools then work as they are. It may go when verl has a
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -20,6 +19,7 @@ from verl_ext.guard import around
 NAME = "cpu"
 
 
+@PlatformRegistry.register(NAME)
 class PlatformCPU(PlatformBase):
     """verl's hardware interface without an accelerator, and its device module: ``torch.cpu``, and what that lacks."""
 
@@ -30,35 +30,23 @@ class PlatformCPU(PlatformBase):
     def device_name(self) -> str:
         return NAME
 
-    @property
-    def vendor_name(self) -> str:
-        return NAME
+    vendor_name = device_name
+    is_available = staticmethod(torch.cpu.is_available)  # type: ignore[assignment]
+    device_count = staticmethod(torch.cpu.device_count)  # type: ignore[assignment]
+    # "cpu": the FSDP engine calls ``tensor.to(current_device())``, for which an index would name a GPU.
+    current_device = staticmethod(torch.cpu.current_device)  # type: ignore[assignment]
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # type: ignore[assignment]
 
     @property
     def device_module(self) -> Any:
         return self
 
-    def is_available(self) -> bool:
-        return True
-
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         # Auto-detection never picks the CPU: it is the user's choice, by VERL_PLATFORM.
         return False
 
-    def current_device(self) -> str:  # type: ignore[override]
-        # The FSDP engine calls ``tensor.to(current_device())``, for which an index would name a GPU.
-        return NAME
-
-    def device_count(self) -> int:
-        return 1
-
     def get_device_name(self, device: Any = None) -> str:
         return "CPU"
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -87,6 +75,9 @@ class PlatformCPU(PlatformBase):
     set_device = synchronize = set_allocator_settings = empty_cache = ipc_collect = _nothing_to_do
     profiler_start = profiler_stop = cudart = _nothing_to_do
 
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
@@ -95,10 +86,6 @@ class PlatformCPU(PlatformBase):
 
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
 
     def ray_resource_name(self) -> str:
         return "GPU"
@@ -120,12 +107,6 @@ class PlatformCPU(PlatformBase):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {"VERL_PLATFORM": NAME, **{name: os.environ.get(name, value) for name, value in defaults.items()}}
-
-
-def register() -> None:
-    """Make ``VERL_PLATFORM=cpu`` mean this platform."""
-    if PlatformRegistry.get(NAME) is not PlatformCPU:
-        PlatformRegistry.register(NAME)(PlatformCPU)
 
 
 # -- verl's FSDP engines -----------------------------------------------------------------------------------------------
@@ -163,12 +144,10 @@ def unpin_reference(module: Any) -> None:
     A model that is never updated waits in the host's memory and goes to its device a layer at a time
     (``CPUOffloadPolicy(pin_memory=True)``). Pinning makes that copy faster, and needs an accelerator.
     """
-    policy = module.CPUOffloadPolicy
 
-    def unpinned(pin_memory: bool = False) -> Any:
-        return policy(pin_memory=False)
-
-    module.CPUOffloadPolicy = unpinned
+    @around(module, "CPUOffloadPolicy")
+    def unpinned(torchs: Any, pin_memory: bool = True) -> Any:
+        return torchs(pin_memory=False)
 
 
 # -- torch and vLLM ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ CPU_PAIR = Pair("0.27.1", "2.13.0")
 GPU_PAIR = Pair("0.24.0", "2.11.0")
 """verl's own set, the extra ``gpu``; its CPU build is tested by ``tests/scripts/test_gpu_pins.sh``"""
 TESTED = (CPU_PAIR, GPU_PAIR)
+_REMEDY = "install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
 
 
 class UnsupportedVersionError(RuntimeError):
@@ -47,8 +48,7 @@ def require(package: str, expected: str, patch: str) -> None:
     found = installed(package)
     if found != expected:
         raise UnsupportedVersionError(
-            f"verl_ext.{patch} is written for {package}=={expected}, found {found}: "
-            f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
+            f"verl_ext.{patch} is written for {package}=={expected}, found {found}: {_REMEDY}"
         )
 
 
@@ -58,20 +58,12 @@ def installed_pair() -> Pair:
     return Pair(installed("vllm") if cpu_build == "none" else cpu_build, installed("torch"))
 
 
-def require_tested_pair(patch: str) -> Pair:
-    """The installed vLLM and torch.
-
-    Raises:
-        UnsupportedVersionError: they are not one of the pairs ``TESTED``, which it names.
-    """
+def untested_pair(patch: str) -> str | None:
+    """Why ``patch`` does not fit the installed vLLM and torch, in one line; None if they are one of ``TESTED``."""
     found = installed_pair()
-    if found not in TESTED:
-        tested = ", or ".join(str(pair) for pair in TESTED)
-        raise UnsupportedVersionError(
-            f"verl_ext.{patch} is tested on {tested}; found {found}: "
-            f"install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
-        )
-    return found
+    if found in TESTED:
+        return None
+    return f"verl_ext.{patch} is tested on {', or '.join(map(str, TESTED))}; found {found}: {_REMEDY}"
 
 
 RECIPE = "PARTIAL_ROLLOUT_RECIPE"
@@ -91,14 +83,9 @@ def in_recipe() -> bool:
     return RECIPE in os.environ
 
 
-def platform_asked() -> str:
-    """The platform that the user chose by verl's own switch; "" if none."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower()
-
-
 def cpu_requested() -> bool:
-    """Whether that is the CPU."""
-    return platform_asked() == "cpu"
+    """Whether the user chose the CPU by verl's own switch for platforms."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 _planned: set[tuple[str, Callable[[Any], None]]] = set()

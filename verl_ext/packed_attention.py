@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
-from verl_ext.guard import around
+from verl_ext.guard import around, installed
 
 NAME = "packed"
 """``attn_implementation`` of a model that is trained so"""
@@ -143,10 +142,8 @@ def build_critics(module: Any) -> None:
 
 def flash_attn_problem() -> str | None:
     """Why flash-attn cannot be used here, or None."""
-    try:
-        # By its distribution: others bring modules of the same name.
-        version("flash-attn")
-    except PackageNotFoundError:
+    # By its distribution: others bring modules of the same name.
+    if installed("flash-attn") == "none":
         return "flash-attn is not installed"
     try:
         importlib.import_module("flash_attn")

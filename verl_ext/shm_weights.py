@@ -2,7 +2,8 @@
 
 Trainer rank 0 writes ``/dev/shm/verl-weights-JOB/VERSION``; the worker beside each engine maps it. The file is whole when
 it appears, and the trainer is done when it is, so an engine may load it at any later time: verl calls this a
-``CheckpointEngineWithCache``. ``finalize`` removes it. One host only.
+``CheckpointEngineWithCache``. ``finalize`` removes the folder. A run that is killed during a sync leaves it behind.
+One host only.
 
 verl finds it by two keys, in its own trainers too::
 
@@ -15,14 +16,10 @@ It may go when verl has an engine that needs neither a GPU nor its own process g
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import math
 import mmap
-import os
 import shutil
-import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +37,6 @@ require("verl", VERL, "shm_weights")
 BACKEND = "shm"
 Named = tuple[str, torch.Tensor]
 _POLL_S = 0.005
-_PREFIX = "verl-weights-"
 _ALIGNMENT, _LENGTH_BYTES = 64, 8
 
 
@@ -51,19 +47,13 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         bucket_size: verl's; not used, the whole model is one file.
         is_master: whether this is the trainer that writes.
         root: folder of shared memory (``checkpoint_engine.engine_kwargs.shm.root``).
-        deadline_s: seconds that an engine's end waits for the file (``engine_kwargs.shm.deadline_s``).
     """
 
-    def __init__(
-        self, bucket_size: int, is_master: bool = False, root: str = "/dev/shm", deadline_s: float = 600.0
-    ) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False, root: str = "/dev/shm") -> None:
         self.is_master = is_master
         self._root = root
-        self._deadline_s = deadline_s
-        self._folder = Path(root) / f"{_PREFIX}{job_key()}"
-        self._newest: Path | None = None
-        # Kept for as long as this process lives: the lock says that the folder is in use.
-        self._lock = claim(self._folder) if is_master else None
+        self._folder = Path(root) / f"verl-weights-{job_key()}"
+        self._newest = self._folder / "none"
 
     def prepare(self) -> dict[str, Any]:
         return {"node_id": ray.get_runtime_context().get_node_id()}
@@ -90,8 +80,8 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
 
     def finalize(self) -> None:
         """Remove what was sent; all engines have loaded it. Who has mapped a file keeps its memory until it lets go."""
-        for file in self._folder.iterdir() if self.is_master else ():
-            file.unlink(missing_ok=True)
+        if self.is_master:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> None:
         """Write the file of version ``global_steps``; each rank must iterate, because gathering a tensor takes them all.
@@ -105,6 +95,7 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                     pass
                 return
             try:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
                 write_file(self._folder / str(global_steps), weights)
             except OSError as error:
                 raise OSError(
@@ -113,19 +104,9 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
                 ) from error
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
-        """The tensors of version ``global_steps``, once the trainer has written them.
-
-        Raises:
-            TimeoutError: it has not, within ``deadline_s``.
-        """
+        """The tensors of version ``global_steps``, once the trainer has written them; the caller sets the deadline."""
         path = self._folder / str(global_steps)
-        deadline = time.monotonic() + self._deadline_s
         while not path.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the trainer did not write {path} within {self._deadline_s:g} s "
-                    "(rollout.checkpoint_engine.engine_kwargs.shm.deadline_s)"
-                )
             await asyncio.sleep(_POLL_S)
         self._newest = path
         async for named in self.get_weights():
@@ -133,46 +114,11 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
 
     async def get_weights(self) -> AsyncGenerator[Named, None]:
         """The tensors of the version received last, unless it has been removed since."""
-        if self._newest is None:
-            raise RuntimeError("no weights have been received yet")
         for named in read_file(self._newest):
             yield named
 
 
 CheckpointEngineRegistry.register(BACKEND)(ShmCheckpointEngine)  # type: ignore[attr-defined]
-
-
-# -- a folder that belongs to one living process -----------------------------------------------------------------------
-
-
-def claim(path: Path) -> int:
-    """Make a job's folder, and remove those of dead jobs beside it.
-
-    Returns:
-        A file descriptor that holds the folder's lock. The kernel frees the lock when the process ends, however it ends.
-    """
-    sweep(path.parent)
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        # Another job's sweep may remove the folder before it is locked.
-        with contextlib.suppress(FileNotFoundError):
-            held = os.open(path, os.O_RDONLY)
-            fcntl.flock(held, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(held), path.stat()):
-                return held
-            os.close(held)
-
-
-def sweep(root: Path) -> None:
-    """Remove the folders of this user that no living process has claimed."""
-    for path in root.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            held = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-            finally:
-                os.close(held)
 
 
 # -- a file of named tensors -------------------------------------------------------------------------------------------

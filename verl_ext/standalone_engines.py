@@ -7,14 +7,13 @@ devices. The trainer has no option for it, so the name that it calls is replaced
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.trainer.ppo import ray_trainer
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from verl_ext.guard import VERL, replaced, require
+from verl_ext.guard import replaced
 
 
 class StandaloneServerManager(LLMServerManager):
@@ -26,9 +25,6 @@ class StandaloneServerManager(LLMServerManager):
         super().__init__(config, None, None, *args, **kwargs)  # type: ignore[arg-type]
 
 
-@contextlib.contextmanager
-def standalone_engines() -> Iterator[None]:
+def standalone_engines() -> AbstractContextManager[None]:
     """In this context, ``RayPPOTrainer.init_workers`` starts standalone replicas."""
-    require("verl", VERL, "standalone_engines")
-    with replaced(ray_trainer, "LLMServerManager", StandaloneServerManager):
-        yield
+    return replaced(ray_trainer, "LLMServerManager", StandaloneServerManager)

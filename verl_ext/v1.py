@@ -1,7 +1,7 @@
 """Patches for verl's v1 trainers: a name in their registry, a deadline of TransferQueue.
 
 ``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
-So the registry imports the recipe's when it is asked for it, and hydra learns the recipe's keys before that command
+So it imports the recipe's here when it is asked for it, and hydra learns the recipe's keys before that command
 composes its config. They may go when verl's command imports what a config names. Where another package hides the recipe,
 they do nothing: they are there for whatever imports verl.
 
@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.command import OURS, imported_here
-from verl_ext.guard import RECIPE, around, enter_recipe, in_recipe, installed, require
+from verl_ext.guard import RECIPE, around, enter_recipe, in_recipe, require
 
 _MODE = "partial_rollout"
 """``trainer.v1.trainer_mode``, and the section of the recipe's keys"""
@@ -28,20 +28,14 @@ CONTROLLER_S = 200
 """seconds for an answer of TransferQueue's controller; what it gives its own storage"""
 
 
-class _Registry(dict):
-    """verl's registry, which imports the recipe's trainer when it is asked for a name that verl has not."""
-
-    def __missing__(self, name: str) -> Any:
-        if imported_here() == OURS:
-            importlib.import_module(_REGISTERS)
-        if name not in self:
-            raise KeyError(name)
-        return self[name]
-
-
 def know_recipe(module: Any) -> None:
     """``module``, verl's ``trainer_base``, finds the recipe's trainer by its name."""
-    module.TRAINER_REGISTRY = _Registry(module.TRAINER_REGISTRY)
+
+    @around(module, "get_trainer_cls")
+    def get_trainer_cls(verls: Any, name: str) -> Any:
+        if name == _MODE and imported_here() == OURS:
+            importlib.import_module(_REGISTERS)
+        return verls(name)
 
 
 def know_keys(module: Any) -> None:
@@ -82,15 +76,15 @@ def keep_to_recipe(module: Any) -> None:
         verls(config)
 
 
-def has_queue(patch: str) -> None:
-    """Raise ``UnsupportedVersionError`` if TransferQueue is installed, and is not the release of ``bound_controller``."""
-    if installed("TransferQueue") != "none":
-        require("TransferQueue", "0.1.11", patch)
-
-
 def bound_controller(module: Any) -> None:
-    """Clients of ``module``, ``transfer_queue.client``, give up on a controller that does not answer."""
+    """Clients of ``module``, ``transfer_queue.client``, give up on a controller that does not answer.
+
+    Raises:
+        UnsupportedVersionError: another release is installed; verl takes any from 0.1.10 on.
+    """
     import zmq
+
+    require("TransferQueue", "0.1.11", "v1.bound_controller")
 
     class BoundPool(module.ZMQSocketPool):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_ext.guard import GPU_PAIR, TESTED, around, cpu_requested, in_recipe, installed_pair, when_imported
+from verl_ext.guard import (
+    GPU_PAIR,
+    around,
+    cpu_requested,
+    in_recipe,
+    installed_pair,
+    untested_pair,
+    when_imported,
+)
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
 _UTILITY = "partial_rollout_preemptions"
@@ -68,14 +76,13 @@ def register() -> None:
     """
     if not (in_recipe() or cpu_requested()):
         return
-    found = installed_pair()
-    if found not in TESTED:
-        logger.warning("vLLM is not patched: written for %s, found %s", ", or ".join(map(str, TESTED)), found)
+    if problem := untested_pair("vllm_plugin"):
+        logger.warning("vLLM is not patched: %s", problem)
         return
     if in_recipe():
         when_imported(_SCHEDULER, count_preempted)
         when_imported(_CORE, answer_in_core)
-        if found == GPU_PAIR:
+        if installed_pair() == GPU_PAIR:
             when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
         # The platform imports verl, which loads the plugin, which needs the platform whole: verl comes first.

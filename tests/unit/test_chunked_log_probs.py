@@ -91,15 +91,11 @@ def test_batches_keep_their_shape_and_compiling_and_checkpointing_change_nothing
     torch.testing.assert_close(in_force.logprobs_from_logits(logits, labels), VERL.logprobs_from_logits(logits, labels))
 
 
-@pytest.mark.parametrize("disabled", [False, True])
-def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours(disabled, monkeypatch):
+def test_where_flash_attn_serves_only_what_verl_calls_without_it_is_ours():
     module = SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=True, entropy_from_logits="verl's")
     chunked_log_probs.patch(module)
     assert module.logprobs_from_logits_v2 is chunked_log_probs.log_probs_of_labels
     assert module.entropy_from_logits == "verl's"
-    monkeypatch.setattr(in_force, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
-    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", str(int(disabled)))
-    assert chunked_log_probs.in_force() == ("float32, in chunks" if disabled else "flash-attn's kernel")
 
 
 def test_on_cuda_verls_autocast_lifts_its_log_probs_to_float32():

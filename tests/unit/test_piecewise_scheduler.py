@@ -23,7 +23,7 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.bench.instant_executor import InstantExecutor, engine_args, log_prob_at, token_at
-from verl_ext import piecewise_scheduler
+from verl_ext import guard, piecewise_scheduler
 from verl_ext.piecewise_scheduler import PIECE_TOKENS, PIECEWISE, PiecewiseScheduler
 
 LENGTHS = (1, 2, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 80, 200)
@@ -258,6 +258,14 @@ def messages(directory, *, pieces=True, count=20, tokens=200, **asked):
 def test_pieces_are_a_tenth_of_the_messages(tmp_path):
     assert messages(tmp_path, pieces=False) == 20 * 200
     assert messages(tmp_path) < 20 * 200 / 10
+
+
+def test_untested_vllm_sends_each_token_by_itself_and_a_line_says_so(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(guard, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
+    monkeypatch.setattr(piecewise_scheduler.logger, "warning", lambda text, *args: told.append(text % args))
+    assert messages(tmp_path) == 20 * 200
+    assert "piecewise_scheduler is tested on" in told[0] and "found vLLM 9.9.9 with torch 2.13.0" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
         _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _validate _val_metrics_update
         _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client get_reward_handles
 verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command trained_rows
-    has: TRAINER_REGISTRY compute_data_metrics compute_variance_proxy_metrics
+    has: compute_data_metrics compute_variance_proxy_metrics
     calls: register_trainer(name)
     reads: _enable_hybrid_replicas
 verl.trainer.constants_ppo <- task_runner plugin

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
-from verl_ext import chunked_log_probs, packed_attention
+from verl_ext import packed_attention
 from verl_ext.packed_attention import FLASH, NAME, PADDED
 
 _ATTENTION = "override_config.attn_implementation"
@@ -17,8 +17,8 @@ _SEQUENCE_PARALLEL = "ulysses_sequence_parallel_size"
 def choose_attention(config: DictConfig) -> None:
     """Give every model of ``config`` an attention that is installed; one that the user named stays.
 
-    Prints how log-probs are computed, and the attention if it is not verl's default. Call it before interpolations are
-    resolved, because some copy its result.
+    Prints the attention if it is not verl's default. Call it before interpolations are resolved, because some copy its
+    result.
 
     Raises:
         ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
@@ -26,7 +26,6 @@ def choose_attention(config: DictConfig) -> None:
     if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
         # Megatron brings its own.
         return
-    print(f"log-probs of the trainer: {chunked_log_probs.in_force()}")
     problem = packed_attention.flash_attn_problem()
     remedy = f"{problem}: {packed_attention.INSTALL}"
     models: dict[str, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, check_cluster
 from recipe.partial_rollout.tools.check.memory import GIB, ModelSize, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
-from verl_ext.guard import cpu_requested, installed, installed_pair, require_tested_pair
+from verl_ext.guard import cpu_requested, installed, installed_pair, untested_pair
 
 _MODULES = (
     "torch",
@@ -86,11 +86,10 @@ def _import_failure() -> str | None:
     try:
         for name in _MODULES:
             importlib.import_module(name)
-        require_tested_pair("check")
     except Exception as error:
         # A library that is built for another one raises what its loader raises.
         return one_line(error)
-    return None
+    return untested_pair("check")
 
 
 def device() -> Finding:
