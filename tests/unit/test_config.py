@@ -16,7 +16,7 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError, allowed, declarations, leaves
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import check_settings
-from recipe.partial_rollout.preflight.rules import DUAL_CLIPS
+from recipe.partial_rollout.preflight.rules import DUAL_CLIPS, NOT_UNDER_V1
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
 from tests.unit.shared import check_config
 
@@ -152,7 +152,14 @@ MISTAKES = {
     f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; with partial_rollout.mode=april",
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
     f"{P}.overlap=-1": "above -1",
-    f"{P}.enable=False trainer.use_v1=True algorithm.adv_estimator=remax": "any other with trainer.use_v1=True and",
+    f"{P}.enable=False trainer.use_v1=True algorithm.adv_estimator=remax": "any other with trainer.use_v1=True: verl's",
+    **{
+        f"{V1} algorithm.adv_estimator={name}": "any other with trainer.use_v1=True: verl's v1" for name in NOT_UNDER_V1
+    },
+    f"{ACTOR}.loss_scale_factor=null {V1} {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": (
+        f"=1536 with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {V1}: null weighs"
+    ),
+    f"critic.loss_scale_factor=0 {V1} critic.enable=True critic.loss_agg_mode=seq-mean-token-sum-norm": "above 0",
     f"{P}.overlap=9": "partial_rollout.overlap=9.0: at most partial_rollout.max_staleness=8",
     # verl's server takes 1,000 calls at once, and needs some for control: an interruption must not queue.
     f"{P}.slots_per_replica=985": "at most 984",

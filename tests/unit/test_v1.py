@@ -19,6 +19,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
+from recipe.partial_rollout.preflight.rules import NOT_UNDER_V1
 from recipe.partial_rollout.rollout.prompt_source import SlotLoader
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
@@ -278,6 +279,28 @@ def test_checkpoint_of_a_step_that_has_updated_nothing_is_of_that_step():
     trainer.session = SimpleNamespace(complete_step=told.append, save=lambda save: told.append("saved"))
     trainer._save_checkpoint()
     assert told == [3, "saved"]
+
+
+def test_verls_v1_computes_the_estimators_that_are_not_refused_under_it(resolved_config):
+    """With the fields that ``PPOTrainer._compute_advantage`` selects."""
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    config = resolved_config("quickstart_cpu", "+algorithm.gdpo_reward_keys=[a,b]").algorithm
+    fields = ("rm_scores", "rollout_log_probs", "old_log_probs", "values", "token_level_scores", "token_level_rewards")
+    refused = set()
+    for name in AdvantageEstimator:
+        torch.manual_seed(0)
+        data = DataProto.from_single_dict(
+            {field: torch.randn(8, 5) for field in fields} | {"response_mask": torch.ones(8, 5, dtype=torch.long)}
+        )
+        data.non_tensor_batch["uid"] = np.array([f"u{i // 4}" for i in range(8)], dtype=object)
+        keys = [f"u{i // 4}_{i % 4}_0" for i in range(8)]
+        try:
+            compute_advantage_for_multi_trajectories(data, keys, name.value, num_repeat=4, config=config)
+        except Exception:
+            refused.add(name.value)
+    assert refused == {*NOT_UNDER_V1}
 
 
 def test_verls_registry_knows_the_recipes_trainer_and_still_refuses_what_nobody_registered():

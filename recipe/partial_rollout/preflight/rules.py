@@ -63,6 +63,8 @@ _TRUNCATED = "the engine's log-probs would be of the tokens that are kept, the t
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
+NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
+"""estimators that read a greedy baseline, columns of the reward, or sums over the vocabulary"""
 _PR, _NO_PR = "partial_rollout.enable=True", "partial_rollout.enable=False"
 _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
@@ -229,6 +231,26 @@ _LEARNING = (
         ),
     ),
     *where(
+        _V1,
+        Rule(
+            "algorithm.adv_estimator",
+            lambda v, _: v not in NOT_UNDER_V1,
+            "any other",
+            "verl's v1 trainers do not give it what it computes with",
+        ),
+        # v0 pads every micro-batch to rollout.response_length.
+        *(
+            Rule(
+                f"{part}.loss_scale_factor",
+                lambda v, _: v and v > 0,
+                lambda c: f"a number above 0, such as rollout.response_length={at(c, 'rollout.response_length')}",
+                "null weighs a sample by the longest response of its micro-batch",
+                (f"{part}.loss_agg_mode=seq-mean-token-sum-norm",),
+            )
+            for part in ("actor", "critic")
+        ),
+    ),
+    *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
     ),
@@ -270,7 +292,6 @@ _PARTIAL_ROLLOUT = (
         (_V1, _NO_PR),
         only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
         only("distillation.enabled", False, "rows under v1 have nothing of a teacher"),
-        Rule("algorithm.adv_estimator", lambda v, _: v != "remax", "any other", "verl's v1 makes no greedy baseline"),
     ),
     *where(
         _V1,
