@@ -21,6 +21,16 @@ def test_kv_cache_of_two_engines_is_vllms_own_figure(said, tokens):
     assert asyncio.run(serve(engine, replica.RecipeVLLMServer).kv_tokens()) == tokens
 
 
+def test_server_keeps_the_first_error_of_a_weight_sync():
+    errors = [ValueError("not of a sync"), ValueError("odd shape"), RuntimeError("the engine is dead")]
+    server = serve(Namespace(collective_rpc=AsyncMock(side_effect=errors)), replica.RecipeVLLMServer)
+    assert asyncio.run(server.weight_sync_error()) is None
+    for method in ("profile", "update_weights_from_ipc", "update_weights_from_ipc"):
+        with pytest.raises((ValueError, RuntimeError)):
+            asyncio.run(server.collective_rpc(method))
+    assert asyncio.run(server.weight_sync_error()) == "ValueError: odd shape"
+
+
 def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -217,6 +217,13 @@ def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(said, re
     asyncio.run(run.transfer.stage(5))
 
 
+def test_error_of_an_engine_is_reported_where_the_trainer_fails_because_of_it():
+    run = build("colocated", "naive", trainer={"error": FULL})
+    run.replicas[1].server_handle.weight_sync_error = answering("ValueError: odd shape")
+    with pytest.raises(WeightSyncError, match=r"weight sync of version 4 failed in vLLM replica b: ValueError: odd"):
+        asyncio.run(run.transfer.load(4))
+
+
 @pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
 @pytest.mark.parametrize(
     ("placement", "dies_in"),

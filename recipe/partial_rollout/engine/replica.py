@@ -277,16 +277,16 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """As verl's, but keeps the error of a failed weight sync."""
+        """As verl's, but keeps the first error of a weight sync: those after it follow from it."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
-            if method in _SYNC_METHODS:
+            if method in _SYNC_METHODS and self._weight_sync_error is None:
                 self._weight_sync_error = one_line(error)
             raise
 
     async def weight_sync_error(self) -> str | None:
-        """Why the last weight sync failed in this server's engine, or None."""
+        """Why a weight sync failed in this server's engine, or None. A failed sync ends the run."""
         return self._weight_sync_error
 
     async def check_alive(self) -> None:

@@ -70,7 +70,12 @@ class WeightTransfer:
         """Wait for ``part``, which raises if its own side fails, while ``replicas`` are asked for the error of theirs."""
         names = ", ".join(replica.server_address for replica in replicas)
         whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
-        await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
+        try:
+            await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
+        except WeightSyncError:
+            # What fails here may fail because a replica has failed before: its error is the one to report.
+            await _raise_failure(replicas, what)
+            raise
 
     async def _sent(self, version: int, what: str) -> None:
         trainers: Any = self._verls.actor_wg
@@ -191,15 +196,23 @@ async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
     """Ask the replicas, for ever, for the error of their side."""
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
-        for replica in replicas:
-            try:
-                error = await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
-            except TimeoutError:
-                error = None
-            except RayActorError as died:
-                error = None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
-            if error is not None:
-                raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
+        await _raise_failure(replicas, what)
+
+
+async def _raise_failure(replicas: Sequence[RolloutReplica], what: str) -> None:
+    """Raise ``WeightSyncError`` if one of ``replicas`` reports that the sync failed on its side, or has died."""
+    for replica, error in zip(replicas, await asyncio.gather(*map(_failure_of, replicas)), strict=True):
+        if error is not None:
+            raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
+
+
+async def _failure_of(replica: RolloutReplica) -> str | None:
+    try:
+        return await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
+    except TimeoutError:
+        return None
+    except RayActorError as died:
+        return None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
 
 
 class RecipeCheckpointManager:
