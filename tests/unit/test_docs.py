@@ -223,6 +223,11 @@ def test_keys_of_the_tuning_page_exist(composed_config):
         assert OmegaConf.select(config, name, default=missing) is not missing, f"neither {ROOT}.{name} nor verl's"
 
 
+def test_progress_line_of_the_page_is_the_one_of_the_guards_example():
+    (line,) = re.findall(r"^```\n(step \d.*)\n```$", (DOCS / "working.md").read_text(), re.MULTILINE)
+    assert f"'{line}'" in (PACKAGE / "rollout" / "guard.py").read_text()
+
+
 def test_architecture_quotes_the_driver_and_its_files_exist():
     driver = PACKAGE / "rollout/driver.py"
     head = ast.get_docstring(ast.parse(driver.read_text()))

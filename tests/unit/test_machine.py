@@ -19,7 +19,7 @@ from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.tools import verl_trainer
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding, lacks
-from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize
+from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, in_words
 from verl_ext import command, guard, v1
 from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
@@ -293,6 +293,17 @@ def test_sums_follow_verls_keys(build, model_4b, overrides, moment, addends):
         if f"{FSDP}.{key}_offload=True" in overrides and moment == "wake":
             assert name not in found
     assert bool(found) == bool(addends)
+
+
+def test_page_shows_what_a_check_prints_and_sizes_that_it_accepts(build, model_4b):
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    config = build("experiment=gsm8k_8gpu_4b", model_4b)
+    memory = DeviceMemory.of(config, ModelSize.of(config))
+    lines = [Finding(name, in_words(getattr(memory, name), 80)) for name in ("update", "wake")]
+    lines.append(Finding("missing", str(next(inputs.missing_inputs(config))), stops=True))
+    assert "\n".join(map(str, lines)) in page
+    (sizes,) = re.findall(r"^trainer\.n_gpus_per_node=8 .*$", page, re.M)
+    assert not list(check_rules(build(*sizes.split(), name="own_job")))
 
 
 @pytest.mark.parametrize(
