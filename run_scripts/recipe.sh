@@ -64,8 +64,9 @@ fi
 if [[ $arm != colocate_async ]]; then
   exec "$python" "${recipe[@]}" "${overrides[@]}" "$@"
 fi
-# verl's own trainer leaves the metrics' place to its caller.
+# verl's own trainer leaves the metrics' place to its caller, and has no line a step but the console's.
 out=${OUT:-outputs/$experiment}/$arm
 mkdir -p "$out"
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$(realpath "$out")/metrics.jsonl}
-exec "$python" -m recipe.partial_rollout.tools.verl_trainer --config-name recipe "${overrides[@]}" "$@"
+exec "$python" -m recipe.partial_rollout.tools.verl_trainer --config-name recipe 'trainer.logger=[console,file]' \
+  "${overrides[@]}" "$@"

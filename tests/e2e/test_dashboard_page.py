@@ -108,7 +108,8 @@ def test_a_resumed_run_is_one_run_with_pictures_every_few_steps(page):
     assert answer(page, "project/summaries")["summaries"]["PR"]["partial_rollout/staleness/max"] == 3
     charts = answer(page, "project/charts")["charts"]
     pictures = {chart["name"]: chart["type"] for chart in charts if chart["name"].startswith(PICTURES)}
-    assert pictures == {f"{PICTURES}/timeline": "image", f"{PICTURES}/lengths": "image"}
+    kinds = {"timeline": "image", "lengths": "image", "sample": "text"}
+    assert pictures == {f"{PICTURES}/{name}": kind for name, kind in kinds.items()}
     assert [row["index"] for row in shown(page, runs["noPR"], f"{PICTURES}/timeline")] == [1, 11, 21]
 
 
