@@ -25,8 +25,6 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 
 WRONG, MISSING = 2, 3
 """exit codes of a check: a setting does not hold; all hold, and data, model, packages or the machine lack something"""
-_BEGIN, _END = 200, 400
-"""characters that are shown of a long prompt"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,12 +86,17 @@ def plan(
     size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
     yield Finding("model", f"{config.actor_rollout_ref.model.path}: {size}")
     yield Finding("devices", f"{_devices(config)}; {cpus_for_ray(config)} CPUs for Ray")
-    sizes = f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}"
-    yield Finding("batch", f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; {sizes}")
-    if settings.group_filter:
-        most = settings.group_filter.max_num_gen_batches or "no limit"
-        said = f"prompts whose samples all have the same {settings.group_filter.metric} are replaced by others"
-        yield Finding("filter", f"{said}; batches of prompts that a step may take: {most}")
+    yield Finding(
+        "batch",
+        f"{settings.batch_groups} prompts x {settings.samples_per_group} samples; "
+        f"prompts up to {data.max_prompt_length:,} tokens, responses up to {data.max_response_length:,}",
+    )
+    if chosen := settings.group_filter:
+        yield Finding(
+            "filter",
+            f"prompts whose samples all have the same {chosen.metric} are replaced by others; "
+            f"batches of prompts that a step may take: {chosen.max_num_gen_batches or 'no limit'}",
+        )
     if checked.datasets:
         yield Finding("prompts", _prompts(config, checked))
         yield Finding("first prompt", _first_prompt(config, checked, checked.datasets[0]))
@@ -102,9 +105,10 @@ def plan(
     for name, taken in (("update", memory.update), ("wake", memory.wake)) if memory else ():
         if taken:
             yield Finding(name, in_words(taken, config.recipe.gpu_gib))
-    each = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
-    every = f"every {trainer.save_freq} steps{each}, {machine.checkpoints_at_once(config)} at once"
-    saved = f"a checkpoint {every}" if trainer.save_freq > 0 else "no checkpoints"
+    saved = "no checkpoints"
+    if trainer.save_freq > 0:
+        size = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
+        saved = f"a checkpoint every {trainer.save_freq} steps{size}, {machine.checkpoints_at_once(config)} at once"
     yield Finding("writes", f"{trainer.default_local_dir}: config, metrics, trace, {saved}; logger {trainer.logger}")
 
 
@@ -122,10 +126,10 @@ def _trainer(config: DictConfig, settings: PartialRolloutConfig) -> str:
 
 def _devices(config: DictConfig) -> str:
     trainer, rollout, engines = config.trainer, config.actor_rollout_ref.rollout, engine_devices(config)
-    replicas = max(1, (engines or trainer_devices(config)) // replica_devices(config))
-    said = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}; {replicas} engine replicas"
-    own = f" on {rollout.nnodes} x {rollout.n_gpus_per_node} others, weights by {rollout.checkpoint_engine.backend}"
-    return said + (own if engines else "")
+    theirs = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device}"
+    replicas = f"{max(1, (engines or trainer_devices(config)) // replica_devices(config))} engine replicas"
+    own = f"{rollout.nnodes} x {rollout.n_gpus_per_node} for {replicas}; weights by {rollout.checkpoint_engine.backend}"
+    return f"{theirs} for the trainer, {own}" if engines else f"{theirs}; {replicas}"
 
 
 def _prompts(config: DictConfig, checked: Checked) -> str:
@@ -141,15 +145,17 @@ def _prompts(config: DictConfig, checked: Checked) -> str:
     kept, numbers = {*file_rows(fit)}, file_rows(of_any_length)
     lengths = [len(_ids(config, checked, of_any_length, i)) for i, row in enumerate(numbers) if row not in kept]
     longest = f" (the longest has {max(lengths):,})" if lengths else ""
-    steps = f"{len(fit) // config.data.train_batch_size:,} steps an epoch"
-    return f"{len(fit):,}, {steps}; {len(lengths):,} others have more than {most:,} tokens{longest}"
+    return (
+        f"{len(fit):,}, {len(fit) // config.data.train_batch_size:,} steps an epoch; "
+        f"{len(lengths):,} others have more than {most:,} tokens{longest}"
+    )
 
 
 def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
     """The first prompt as the model reads it, and its length."""
     ids = _ids(config, checked, dataset, 0) if len(dataset) else []
     text = checked.tokenizer.decode(ids)
-    parts = [text] if len(text) <= _BEGIN + _END else [text[:_BEGIN], text[-_END:]]
+    parts = [text] if len(text) <= 600 else [text[:200], text[-400:]]
     return f"{len(ids):,} tokens: {' ... '.join(map(repr, parts))}"
 
 

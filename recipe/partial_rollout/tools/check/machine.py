@@ -160,8 +160,9 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
     if free < needed:
-        said = f"{free:.0f} GiB free for trainer.default_local_dir={directory}"
-        remedy = (
-            f"{needed:.0f} GiB for {count} checkpoints of {needed / count:.1f} GiB (trainer.max_actor_ckpt_to_keep)"
+        yield Finding(
+            "disk",
+            f"{free:.0f} GiB free for trainer.default_local_dir={directory}",
+            f"{needed:.0f} GiB for {count} checkpoints of {needed / count:.1f} GiB (trainer.max_actor_ckpt_to_keep)",
+            stops=True,
         )
-        yield Finding("disk", said, remedy, stops=True)

@@ -108,21 +108,23 @@ class DeviceMemory:
             ConfigError: in one line, which states each addend.
         """
         gib, rollout = config.recipe.gpu_gib, config.actor_rollout_ref.rollout
-        tokens, share = "actor.ppo_max_token_len_per_gpu", "rollout.gpu_memory_utilization"
         for what, taken in ("an update takes", self.update), ("when the engine wakes it takes", self.wake):
             beside = sum(taken.values()) - taken.get("engine", 0.0)
             if sum(taken.values()) <= gib:
                 continue
             said = f"{what} {in_words(taken, gib)}"
             if taken is self.update and beside > gib:
-                allowed = f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {said}"
                 raise fail(
-                    f"actor_rollout_ref.{tokens}", config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, allowed
+                    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+                    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+                    f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {said}",
                 )
             most = max(0, math.floor((gib - beside) / gib * 100) / 100)
             why = "actor.fsdp_config.optimizer_offload=True" if taken is self.wake else "rollout.free_cache_engine=True"
             raise fail(
-                f"actor_rollout_ref.{share}", rollout.gpu_memory_utilization, f"at most {most:g}, or {why}: {said}"
+                "actor_rollout_ref.rollout.gpu_memory_utilization",
+                rollout.gpu_memory_utilization,
+                f"at most {most:g}, or {why}: {said}",
             )
 
 
