@@ -44,6 +44,17 @@ def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
     assert (ours.watermark, users.watermark) == (0.05, 0.2)
 
 
+async def test_failed_weight_sync_keeps_its_first_error(monkeypatch):
+    failures = [OSError("no space left"), RuntimeError("the sender has gone")]
+    monkeypatch.setattr(replica.vLLMHttpServer, "collective_rpc", AsyncMock(side_effect=failures))
+    server = object.__new__(replica.RecipeVLLMServer)
+    assert await server.weight_sync_error() is None
+    for failure in failures:
+        with pytest.raises(type(failure)):
+            await server.collective_rpc("update_weights_from_ipc")
+    assert await server.weight_sync_error() == "OSError: no space left"
+
+
 def test_only_the_processes_that_a_killed_server_left_behind_are_ended():
     engine, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     try:
