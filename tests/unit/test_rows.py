@@ -170,3 +170,12 @@ def test_file_of_the_same_name_and_time_stamp_brings_its_own_rows(tmp_path, reso
         os.utime(file, (1.7e9, 1.7e9))
         cache_by_content(config)
         assert dataset_of(config, "train", build_tokenizer())[0]["raw_prompt"][0]["content"] == content
+
+
+OWN_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=mine"
+
+
+def test_a_loop_of_the_users_own_may_read_a_prompt_of_another_kind_but_messages_must_be_written(check):
+    check([row(ASKED)], BRANCHES, OWN_LOOP)
+    with pytest.raises(ConfigError, match="'role': 'human'"):
+        check([row(({"role": "human", "content": ASKED},))], BRANCHES, OWN_LOOP)

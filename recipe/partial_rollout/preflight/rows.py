@@ -107,8 +107,11 @@ def check_rows(
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
         with refusing(key, value, f"{words}; row {numbers[i]} is not"):
             row = dataset[i]
-            _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
-            if row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS:
+            verls = row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS
+            # A loop of the user's own may read other columns, or a prompt of another kind.
+            if verls or _are_messages(row.get("raw_prompt")):
+                _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
+            if verls:
                 int(row.get("priority", 0))
         try:
             pack({column: value for column, value in row.items() if saved and not isinstance(value, torch.Tensor)})
@@ -135,6 +138,10 @@ def rendering_of(config: DictConfig, dataset: Any, row: Mapping[str, Any], rende
         tools=getattr(dataset, "tool_schemas", None),
         **(config.data.get("apply_chat_template_kwargs") or {}),
     )
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list | np.ndarray) and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _check_prompt(prompt: Any, rendering: str) -> None:
