@@ -109,11 +109,12 @@ def problems(config, *arguments):
 
 @pytest.fixture(scope="module")
 def model_4b(tmp_path_factory):
-    """The config of Qwen3-4B, without weights."""
+    """The config of Qwen3-4B, with a file in place of its weights."""
     sizes = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151_936}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
     path = tmp_path_factory.mktemp("models") / "any name"
     Qwen3Config(**sizes, **heads).save_pretrained(path)
+    (path / "model.safetensors").touch()
     return f"actor_rollout_ref.model.path='{path}'"
 
 

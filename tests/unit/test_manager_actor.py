@@ -87,11 +87,11 @@ async def test_next_version_of_a_stopped_round_waits_neither_for_the_update_nor_
     await actor.resize_workers(2)
     await end(actor, output, first)
     batch = await soon(actor.wait_batch(True))
-    start = await actor.begin_version(1, [], 0)
+    assert not await actor.begin_version(1, [], 0)
     new = await actor.claim("w0")
     again = await actor.report(Report("w0", [Interrupted(left)]))
     account = await actor.finish_step(uids(batch.groups))
-    assert start.carried_groups == 1 and [grant.group_uid for grant in new] == ["0/2"]
+    assert [grant.group_uid for grant in new] == ["0/2"] and batch.carried_groups == 0
     assert [grant.sample_id for grant in again] == [left]
     now = actor._manager.metrics()
     assert account.metrics["inflight/groups"] == 1 and now["inflight/groups"] == 2, "figures before the next admission"
@@ -146,8 +146,8 @@ async def test_each_version_has_one_batch(stop, prompts, output):
     for version in (0, 2):
         with pytest.raises(RuntimeError, match=f"{version} after 0: each version trains one batch"):
             await actor.begin_version(version, [], 0)
-    start = await actor.begin_version(1, [], 0)
-    assert (start.carried_groups, start.exhausted) == (1, False)
+    assert not await actor.begin_version(1, [], 0)
+    assert actor._carried == 1, "the next batch has it"
 
 
 async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, monkeypatch):
@@ -227,8 +227,8 @@ async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_versi
     await actor.begin_version(0, prompts(4), 6)
     assert await soon(actor.wait_batch(True)) is None and await actor.wanted() == 6
     actor = actor_of(batch=2, group_filter=FilterSettings("reward"))
-    start, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
-    assert start.exhausted and not opened
+    exhausted, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
+    assert exhausted and not opened
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------

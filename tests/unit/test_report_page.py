@@ -49,7 +49,7 @@ def test_page_opens_with_the_result_and_how_far_its_quarters_differ(tmp_path):
     runs = base, build_run(tmp_path / "b", arm="PR", rounds=rounds, metrics=slow)
     page = report(tmp_path, *runs)
     first = re.sub("<.*?>", "", page[page.index("</h1>") :]).strip().splitlines()[0]
-    assert "PR took 0.55 of noPR&#39;s rollout time" in first
+    assert "PR took 0.56 of noPR&#39;s rollout time" in first
     assert "By quarters of the run, PR took 0.50 to 0.70 of noPR&#39;s rollout time." in page
     short = report(tmp_path, *(build_run(tmp_path / arm, arm=arm) for arm in ("noPR", "PR")))
     assert "PR took" in short and "By quarters" not in short

@@ -120,8 +120,9 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
     if len(train) < (batch := config.data.train_batch_size):
         words = "the prompts of data.train_files that fit data.max_prompt_length and that the chat template takes"
         refuse("setting", fail("data.train_batch_size", batch, f"at most {len(train)}, {words}"))
-    if checkpoints is not None:
+    elif checkpoints is not None:
         check_schedule(config, len(train))
+    if checkpoints is not None:
         check_made_of_rows(config, checkpoints, train)
     last = len(train) // batch * config.trainer.total_epochs
     last = min(config.trainer.total_training_steps or last, last)
