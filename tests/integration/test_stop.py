@@ -8,6 +8,8 @@ import pytest
 
 STARTING = """
 import sys, time
+from pathlib import Path
+from types import SimpleNamespace
 import ray
 from omegaconf import OmegaConf
 from recipe.partial_rollout import main_ppo, task_runner
@@ -17,6 +19,7 @@ task_runner.check_cluster = lambda *_: None
 class Runner(task_runner.TaskRunner):
     def __init__(self, config):
         self.config = config
+        self.files = SimpleNamespace(trains=False, directory=Path())
 
     def _train(self):
         ray.get(ray.remote(lambda: print("waiting", flush=True) or time.sleep(600)).remote())
