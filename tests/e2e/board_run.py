@@ -74,6 +74,7 @@ def main(arm, directory, first, last, branch):
         }
     )
     log, rng = StepLog(config, SimpleNamespace(enable=partial), last), np.random.default_rng(first)
+    log._sample = "-- one sample of step 1"
     open_run(config.trainer.logger, branch)
     with observed_tracking(lambda data, step: overview(data, partial=partial) | data):
         from verl.utils.tracking import Tracking
