@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -141,6 +142,8 @@ def steps_of(
     Raises:
         TrainingError: it failed.
     """
+    # What an earlier try has left, which was cut off or is in the figures.
+    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     # verl mutes vLLM below warnings.
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "PYTHONWARNINGS": "ignore"}
