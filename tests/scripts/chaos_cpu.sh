@@ -18,6 +18,8 @@ training=(
   data.train_batch_size=8 data.train_max_samples=192 data.max_response_length=1024 actor_rollout_ref.rollout.n=2
   trainer.total_training_steps=null partial_rollout.max_staleness=4 partial_rollout.overlap=1.0
   'trainer.logger=[file]'
+  # Its agent loop decodes greedily, so that transcripts can be compared; such tokens cannot be corrected.
+  partial_rollout.correction=none
 )
 python -m tests.chaos --out "$out/undisturbed" --faults 0 "${training[@]}"
 exec python -m tests.chaos --out "$out/faults" --undisturbed "$out/undisturbed" "$@" "${training[@]}"
