@@ -69,6 +69,8 @@ def arms(paths, module_start, wait_for, read_run, tmp_path_factory):
             "actor_rollout_ref.rollout.n=2",
             "actor_rollout_ref.rollout.max_model_len=400",
             "actor_rollout_ref.rollout.max_num_seqs=8",
+            # The loop decodes greedily.
+            "partial_rollout.correction=none",
             # The weights stay what they are.
             "actor_rollout_ref.actor.optim.lr=0",
             "trainer.total_training_steps=null",
