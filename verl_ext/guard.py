@@ -1,4 +1,4 @@
-"""What the patches ask and share: a patch written for one release never touches another, and is made once a process."""
+"""Functions that the patches share: a patch written for one release never touches another, and is made once a process."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What becomes of a sample that failed, and of a group from which there is nothing to learn. Neither is dropped.
+"""Retry or mask failed samples; filter groups whose samples all score alike. Nothing is dropped.
 
 A failed sample is retried, masked, or ends the run. With dynamic sampling (DAPO, arXiv:2503.14476) a group whose samples
 all have the same score is consumed without being trained, and another prompt takes its place in the same version.
@@ -66,7 +66,7 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
 
 
 def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
-    """What of a sample does not fit its batch, all in tokens, with the key that says so; None if it fits."""
+    """Describe which limit of its batch a sample exceeds, in tokens and with its key; None if it fits."""
     if prompt > prompt_length:
         return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
     if response > response_length:
@@ -124,7 +124,7 @@ def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
 
 
 def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | None:
-    """What the reward of a sample says instead of a number for ``metric``; None if it says one."""
+    """Describe what the reward of a sample gives in place of a number for ``metric``; None if it gives one."""
     if finite(said := _said(metric, score, info)) is not None:
         return None
     found = f"{said!r:.40}" if metric in info else "nothing"

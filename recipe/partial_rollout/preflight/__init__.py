@@ -39,7 +39,7 @@ Refuse = Callable[[Kind, ConfigError], None]
 
 
 class Checked(NamedTuple):
-    """What the checks have loaded. Only ``--check`` sees one without datasets: where it has refused an input."""
+    """Inputs that the checks have loaded. Only ``--check`` sees one without datasets: where it has refused an input."""
 
     settings: PartialRolloutConfig
     checkpoints: RunCheckpoints | None = None

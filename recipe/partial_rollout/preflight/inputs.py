@@ -1,4 +1,4 @@
-"""What a run needs: model, data, tools, packages, Ray. What is missing is named with the command that brings it."""
+"""Check the inputs of a run: model, data, tools, packages, Ray. An error names the command that brings what is missing."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def weight_bytes(config: DictConfig) -> int:
 
 
 def size_bucket(config: DictConfig) -> None:
-    """Where ``BUCKET`` is null, set it in place to hold the model's largest tensor.
+    """Set ``BUCKET`` in place to hold the model's largest tensor, if it is null.
 
     On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
     each tensor must fit.

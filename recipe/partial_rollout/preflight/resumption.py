@@ -1,4 +1,4 @@
-"""What a run is made of, and whether the checkpoint that it asks for was made of the same.
+"""Compare the data, model and sizes of a run with those of the checkpoint that it resumes.
 
 A checkpoint's manifest holds these facts by key of the config. A fact that differs is refused in one line with both values.
 """

@@ -40,7 +40,7 @@ def at(config: DictConfig, key: str) -> Any:
 
 
 class Rule(NamedTuple):
-    """What must hold of a key's value, where all of ``when`` apply."""
+    """A condition on a key's value, which must hold where all of ``when`` apply."""
 
     key: str
     holds: Callable[[Any, DictConfig], Any]

@@ -98,7 +98,7 @@ def check_code(config: DictConfig, settings: PartialRolloutConfig) -> Iterator[C
 
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns; ``words`` say what the value of ``key`` must be."""
+    """Return what ``load`` returns; ``words`` say what the value of ``key`` must be."""
     # A BaseTool prints its schema.
     with refusing(full(key), at(config, key), words), contextlib.redirect_stdout(io.StringIO()):
         return load()

@@ -258,7 +258,7 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
 
 
 class PhaseName(StrEnum):
-    """What a ``Phase`` is; ``WAIT`` to ``FLUSH`` are of separate placement."""
+    """Kinds of ``Phase``; ``WAIT`` to ``FLUSH`` are of separate placement."""
 
     TRAIN = "train"
     """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""

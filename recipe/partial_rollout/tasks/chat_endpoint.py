@@ -37,7 +37,7 @@ class ChatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What has been said, in messages and in tokens; ``prompt_ids`` end where its first answer begins."""
+    """A conversation so far, in messages and in tokens; ``prompt_ids`` end where its first answer begins."""
 
     messages: Messages
     tools: Any

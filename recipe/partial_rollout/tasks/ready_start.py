@@ -48,7 +48,7 @@ Weights = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What determines the folder's content, apart from the sources."""
+    """Facts that determine the folder's content, apart from the sources."""
 
     seed: int = 0
     """Seed of the weights, the demonstrations and the data."""
@@ -97,7 +97,7 @@ def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
 
 
 def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
-    """What determines the content of the task's folder."""
+    """Return the facts that determine the content of the task's folder."""
     return {"parameters": asdict(parameters), "fingerprint": source_fingerprint(task)}
 
 

@@ -16,7 +16,7 @@ _WIDTH = 110
 
 
 def typed(name: str = "") -> str:
-    """What a user types to run tool ``name``: the console script's way if that is how this process was started."""
+    """Return what a user types to run tool ``name``: the console script's way if that is how this process was started."""
     if Path(sys.argv[0]).name != _COMMAND:
         return f"python -m {HERE} {name}".rstrip()
     between = "" if sys.argv[1:2] == [name] else "tools "

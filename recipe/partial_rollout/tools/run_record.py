@@ -51,7 +51,7 @@ class Step:
     round: Round
     metrics: dict[str, float] = field(repr=False)
     decoding: RolloutPhase = field(repr=False)
-    """What the engines ran in the span of its round; under separate placement calls of other rounds too."""
+    """Work of the engines in the span of its round; under separate placement calls of other rounds too."""
 
     @property
     def number(self) -> int:

@@ -155,13 +155,13 @@ def step_line(data: Mapping[str, Any], step: int, total: int, settings: PartialR
 
 
 def discarded(groups: int, trained: int, settings: PartialRolloutConfig) -> str:
-    """What dynamic sampling has done, beside the groups ``trained``."""
+    """Say how many groups dynamic sampling has discarded, beside those ``trained``."""
     metric = settings.group_filter and settings.group_filter.metric
     return f"discarded {groups:,} of {groups + trained:,} groups (equal {metric})"
 
 
 def last_lines(config: DictConfig, step: int) -> str:
-    """Where the run is that has ended after ``step``, and the commands that come next."""
+    """Return the lines of a run that has ended after ``step``: its directory, and the commands that come next."""
     run_dir, tools = Path(config.trainer.default_local_dir), "python -m recipe.partial_rollout.tools"
     weights, backend = run_dir / f"global_step_{step}" / "actor", config.actor_rollout_ref.actor.strategy
     merge = f"python -m verl.model_merger merge --backend {'megatron' if backend == 'megatron' else 'fsdp'}"

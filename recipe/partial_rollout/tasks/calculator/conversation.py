@@ -52,7 +52,7 @@ def call(expression: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conversations(Mixture):
-    """Who demonstrates, and how carelessly."""
+    """A demonstrator, and how carelessly it works."""
 
     max_calls: int = 23
     """Most calls of a conversation; a longer one is drawn again."""

@@ -1,4 +1,4 @@
-"""What a training on the task runs: responses as long as their prompts' rows say, and a score that means nothing."""
+"""The agent loop of the task: responses as long as their prompts' rows say, and a score that means nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine is, in the order in which it is mended, and what it lacks for a run."""
+"""Describe this machine, in the order in which faults are mended, and find what it lacks for a run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def compiler() -> Finding:
 
 
 def flash_attention() -> Finding:
-    """What attention the trainer's models have, where they name none."""
+    """Name the attention of the trainer's models that name none."""
     problem = packed_attention.flash_attn_problem()
     if problem is None:
         return Finding("attention", packed_attention.FLASH)
@@ -135,7 +135,7 @@ def checkpoints_at_once(config: DictConfig) -> int:
 
 
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
-    """What this machine lacks for a run, if it is the one that will train.
+    """Yield what this machine lacks for a run, if it is the one that will train.
 
     It is not where a Ray cluster is joined, or where the devices are GPUs and it has none.
     """

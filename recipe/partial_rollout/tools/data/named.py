@@ -27,7 +27,7 @@ _REMINDER = 'Remember to put your answer on its own line after "Answer:".'
 
 @dataclass(frozen=True, slots=True)
 class NamedProblem:
-    """What a raw row says, in verl's terms."""
+    """A raw row in verl's terms."""
 
     content: str
     """of the user's message"""

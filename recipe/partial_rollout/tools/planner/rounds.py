@@ -145,7 +145,7 @@ class Simulation:
         self._now = max(replica.clock for replica in self._replicas)
 
     def _segment(self, decoding: Decoding) -> Segment:
-        """What this version has made of the sample, in arrays that take no memory."""
+        """Return the sample's part that this version has made, in arrays that take no memory."""
         cached = self._manager.samples.unfinished[decoding.id].cached_tokens
         made = np.broadcast_to(np.int32(0), decoding.context - self._lengths.prompt_tokens - cached)
         return Segment(made, made, self._version)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Lineage(Generic[T]):
-    """What is kept of the rounds of a run.
+    """The rounds of a run that count.
 
     A process that resumes undoes what is beyond its checkpoint. Where that was set aside, the process has the log that lay
     beside it (``RunFiles.begin``), so none begins beyond the rounds that stand. Here 1 of the first process counts, and 2
@@ -47,5 +47,5 @@ class Lineage(Generic[T]):
                 self.ended = event
 
     def standing(self) -> list[T]:
-        """Of those that count, in order."""
+        """The rounds that count, in order."""
         return [kept for _, kept in self._standing]

@@ -35,7 +35,7 @@ class Side:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What is wrong with its files, and what its terminal warned of."""
+        """Faults of its files, and warnings of its terminal."""
         found, drift = list(self.run.warnings), PolicyDrift()
         if lost := self.summary.lost_samples:
             found.append(f"{self.name} lost {lost:,} samples; a sound run loses none")

@@ -1,4 +1,4 @@
-"""What the figures say, in a few sentences; every sentence is computed."""
+"""Sum the figures up in a few sentences; every sentence is computed."""
 
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Other, Side
@@ -38,7 +38,7 @@ def _against(other: Other, *, by_wall: bool) -> str:
 
 
 def cautions(comparison: Comparison) -> list[str]:
-    """What a reader must know before any figure: unfinished runs, unequal work, unlike settings and engines."""
+    """Yield what a reader must know before any figure: unfinished runs, unequal work, unlike settings and engines."""
     return [
         *(
             f"{side.name} is not complete: {side.summary.steps:,} steps so far"

@@ -1,4 +1,4 @@
-"""What the engines and the trainer of a run did at each moment: its two lanes.
+"""The two lanes of a run: what its engines and its trainer did at each moment.
 
     engines |==decoding=====================|held|==decoding=======...      else idle
     trainer |waiting| training | staging    |load| waiting | training ...   else the driver's own work

@@ -1,4 +1,4 @@
-"""What the page's timeline draws of a run: its engine calls, each in a slot of its replica, its rounds and phases."""
+"""Data of the page's timeline: engine calls, each in a slot of its replica, its rounds and phases."""
 
 import base64
 import heapq

@@ -111,7 +111,7 @@ def _label_rounds(axes: Axes, run: RunRecord) -> None:
 
 
 def _draw_legend(figure: Figure) -> None:
-    """What is drawn by name, once."""
+    """List each name that is drawn, once."""
     by_name: dict[str, Any] = {}
     for axes in figure.axes:
         for drawn, name in zip(*axes.get_legend_handles_labels(), strict=True):
