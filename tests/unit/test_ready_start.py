@@ -65,6 +65,18 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     assert ready_start.packed_file(task).stat().st_size < 700_000 and 0 < error < 0.005
 
 
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        ('"""Other words,\non two lines."""\n\n# a comment\nx = 1\n', True),
+        ('def f():\n    """Other."""\n    return 1\n\n\nx = 1\n', False),
+        ("x = 2\n", False),
+    ],
+)
+def test_fingerprint_follows_code_and_not_words(source, same):
+    assert (ready_start._code_lines('"""Words."""\nx = 1\n') == ready_start._code_lines(source)) is same
+
+
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
 @example([[0.0, 0.0, 4.3860641933366774e-43]])
 def test_no_weight_is_off_by_more_than_half_a_level(rows):
