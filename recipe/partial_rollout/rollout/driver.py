@@ -2,27 +2,33 @@
 
 Step s trains from the weights of version v = s - 1 and makes version s. N is the number of groups of a batch::
 
-    rollout
-        prompts = source.take(wanted)        rollout/prompt_source.py    in the order of the data, as noPR reads it
+    start, or resume                         main_ppo.py                 the checks (preflight/), then Ray
+        choose a checkpoint                  checkpoint/run_checkpoints.py   a complete one
+        restore the samples in flight        manager/codec.py            single-turn samples continue from their tokens
+        load its weights into the engines    training/weight_transfer.py
+    rollout, when verl's fit asks for it     training/agent_loop_manager.py  calls next_batch of this file
+        prompts = source.take(wanted)        rollout/prompt_source.py    in the order of the data, as verl reads it
         manager.begin_version(v)             manager/prompts_manager.py
             admit prompts as groups          manager/admission.py        up to (1 + overlap) N in flight; none gets too old
         open the workers' gates              worker/claim_loop.py
         workers, for as long as they live:
             claim samples                    manager/scheduling.py       the oldest first, each worker its share
-            run verl's agent loop            worker/agent_loop_worker.py
+            run verl's agent loop            worker/agent_loop_worker.py, over worker/observed.py, which noPR uses
                 generate a turn              worker/llm_client.py        an abort makes a segment; the loop notices nothing
                     decode                   engine/replica.py           vLLM, until the turn ends or is aborted
-                call a tool                  worker/tool_deadline.py     after 0.1 s its slot goes to another sample
-            match tokens to engine calls     worker/agent_loop_worker.py
+                call a tool                  worker/tool_deadline.py     with a deadline
+                no engine call for 0.1 s     worker/claim_loop.py        its slot goes to another sample
+            match tokens to engine calls     worker/agent_loop_worker.py, as worker/live_sample.py has kept them
             score                            worker/rewards.py
             report                           manager/actor.py            the answer has the next grants
-        manager.wait_batch                   manager/admission.py        N groups are ready, the rest can still be in time
+        manager.wait_batch                   manager/actor.py            until N groups are ready and the rest can still be
+                                                                         trained in time (manager/admission.py)
             watch workers, trainers, stop    rollout/guard.py            a dead worker is replaced
-        interrupt the engines                rollout/replicas.py         what was left comes back as segments
+        interrupt the engines                rollout/replicas.py         unfinished turns come back as segments
         begin_version(v + 1)                                             grants wait at the workers' gates
     train, in verl's fit                     training/trainer_run.py
         assemble the batch                   training/agent_loop_manager.py
-        log-probs of pi_prox, if needed      training/loss.py
+        log-probs of pi_prox, if needed      training/loss.py            trainer_run.py decides
         advantages                                                       verl's
         update                               training/loss.py            behaviour weights, trust region
     finish_step                              rollout/recorder.py         the groups are trained; run.jsonl, metrics
