@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,8 +60,6 @@ class ManagerActor:
     """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
     CLAIM_SAMPLES = 512
     """most samples that one answer grants: a version of 100,000 samples can start before all of them are granted"""
-    SHARE_WAIT_S = 1.0
-    """a worker that has its share waits this long for the others to claim theirs, then runs some of what they left"""
 
     def __init__(
         self,
@@ -279,17 +276,14 @@ class ManagerActor:
         Raises:
             RuntimeError: the worker was released.
         """
-        until, patient_until = time.monotonic() + self.CLAIM_WAIT_S, math.inf
+        until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
             self._raise_failure()
-            now = time.monotonic()
-            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=now >= patient_until):
+            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES):
                 return grants
-            if now >= until:
+            if (left_s := until - time.monotonic()) <= 0:
                 return []
-            held_back = self._manager.round_open and self._manager.slots.held_back(worker)
-            patient_until = min(patient_until, now + self.SHARE_WAIT_S) if held_back else math.inf
-            await self._wait_at_most(min(until, patient_until) - now)
+            await self._wait_at_most(left_s)
 
     async def report(self, report: Report) -> list[Grant]:
         """Apply the events of a worker's samples; answers with new samples for the slots that came free."""

@@ -113,7 +113,7 @@ class PromptsManager:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> list[Grant]:
+    def claim(self, worker: str, limit: int | None = None) -> list[Grant]:
         """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
         self.slots.require(worker)
         if not self.round_open:
@@ -121,8 +121,7 @@ class PromptsManager:
         # A group that would be too old after the next batch must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
-        claimed = self.slots.claim(worker, limit, beyond_share=beyond_share)
-        return [self._grant(sample, worker) for sample in claimed]
+        return [self._grant(sample, worker) for sample in self.slots.claim(worker, limit)]
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
         group = sample.group
