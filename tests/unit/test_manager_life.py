@@ -223,20 +223,17 @@ class ManagerLife(RuleBasedStateMachine):
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: self.manager.round_open and self.capacity)
-    @rule(pick=PICK, beyond_share=st.booleans())
-    def claim(self, pick, beyond_share):
-        self.take_grants(list(self.capacity)[pick % len(self.capacity)], beyond_share)
+    @rule(pick=PICK)
+    def claim(self, pick):
+        self.take_grants(list(self.capacity)[pick % len(self.capacity)])
 
-    def take_grants(self, worker, beyond_share=False):
-        model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
-        grants = self.manager.claim(worker, beyond_share=beyond_share)
+    def take_grants(self, worker):
+        model, below_share = self.model, self.below_share(worker)
+        grants = self.manager.claim(worker)
         overdue = self.next_to_train() - self.max_staleness
         births = dict(model.births)
         shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
-        if beyond_share:
-            assert grants or not (unowned and self.free(worker)), "a sample is left and nobody runs it"
-        else:
-            assert len(shared) <= max(0, below_share), "more than its share"
+        assert len(shared) <= max(0, below_share), "more than its share"
         for grant in grants:
             sample_id = grant.sample_id
             assert sample_id not in model.running and sample_id not in model.away

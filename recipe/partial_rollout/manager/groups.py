@@ -104,8 +104,6 @@ class Counters:
     resumed: int = 0
     failed: int = 0
     """errors of agent loops"""
-    retried: int = 0
-    """of these errors, those after which the sample was retried"""
     masked: int = 0
     """samples that failed for good"""
     filtered_groups: int = 0

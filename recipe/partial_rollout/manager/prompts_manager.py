@@ -165,7 +165,6 @@ class PromptsManager:
         sample.failures += times
         verdict = verdict_on(sample.failures, self._settings.failures)
         self.counters.failed += 1
-        self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
             self.counters.masked += 1
             self._end(self.samples.move(sample_id, "mask"), masked_output(sample.segments, error))
@@ -366,7 +365,7 @@ class PromptsManager:
             "buffer/interrupted_total": counters.interrupted,
             "buffer/resumed_total": counters.resumed,
             "failures/failed_total": counters.failed,
-            "failures/retried_total": counters.retried,
+            "failures/retried_total": counters.failed - counters.masked,
             "failures/masked_total": counters.masked,
             "failures/lost_tokens_total": counters.lost_tokens,
             "lost_samples": groups.lost * self._settings.samples_per_group,

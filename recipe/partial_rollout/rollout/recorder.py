@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup
@@ -148,16 +147,9 @@ class Recorder:
             "overlap": batch.carried_groups / self.settings.batch_groups,
             "failures/replicas_restarted_total": self.control.restarted,
         }
-        if (filters := self.settings.group_filter) is None:
-            return
-        self.metrics["filter/groups"] = len(account.filtered)
-        self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
-        if account.spared:
-            limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches}"
-            tqdm.write(
-                f"step {batch.step}: groups of equal {filters.metric} that are trained all the same: "
-                f"{account.spared} (past the round's limit, {limit}, or the data ends)"
-            )
+        if self.settings.group_filter is not None:
+            self.metrics["filter/groups"] = len(account.filtered)
+            self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
 
     async def engines(self) -> None:
         """Record the slots of a replica and, if the engines count them, the requests preempted since the last step."""
