@@ -92,12 +92,8 @@ def _refusal(value: Any) -> str:
     raise AssertionError(f"{kind} can be packed")
 
 
-UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
-"""errors of ``unpack`` for bytes that ``pack`` does not make"""
-
-
 def unpack(data: bytes) -> Any:
-    """Return the value that was packed; its arrays are writable, as torch needs them. Raises one of ``UNREADABLE``."""
+    """Return the value that was packed; its arrays are writable, as torch needs them. Raises for bytes of another kind."""
     return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
 
 

@@ -242,11 +242,7 @@ class ManagerActor:
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
     async def load(self, path: str) -> None:
-        """Restore the snapshot at ``path``, before the first version.
-
-        Raises:
-            TornCheckpointError, CheckpointError: see ``read_snapshot``.
-        """
+        """Restore the snapshot at ``path``, before the first version."""
         restore(self._manager, await asyncio.to_thread(read_snapshot, Path(path)))
 
     # -- workers ---------------------------------------------------------------------------------------------------

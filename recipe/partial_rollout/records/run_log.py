@@ -305,13 +305,17 @@ class Ended(_Event, frozen=True, tag="ended"):
 Event = RunSettings | Begin | Round | Phase | Checkpoint | Ended
 
 
-def logged_steps(metrics: Path) -> list[int]:
-    """The training steps in the run's file ``metrics``; a torn line has none."""
-    steps = list[int]()
+class _Logged(Struct):
+    step: int
+
+
+def logged_steps(metrics: Path) -> list[tuple[int, bytes]]:
+    """Step and text of each line of the run's file ``metrics``; torn lines are left out."""
+    found = []
     for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
-        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
-            steps.append(msgspec.json.decode(line)["step"])
-    return [step for step in steps if step > 0]
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            found.append((msgspec.json.decode(line, type=_Logged).step, line))
+    return found
 
 
 class RunLog:
