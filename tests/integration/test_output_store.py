@@ -118,7 +118,7 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
     assert sorted(fetched) == ["0/0", "0/1", "0/2"]
     for seed, output in enumerate(output for outputs in fetched.values() for output in outputs):
         assert_is_output(output, length, seed)
-    ray.get(actor.finish_step.remote([group.uid for group in taken]))
+    ray.get(actor.finish_step.remote())
     del taken, fetched, output
     assert_soon(lambda: ray.get(actor.__ray_call__.remote(objects_known)) == before)
 

@@ -467,7 +467,7 @@ class ManagerLife(RuleBasedStateMachine):
     @rule()
     def acknowledge(self):
         model = self.model
-        admitted, filtered = self.manager.groups.train(model.taken)
+        admitted, filtered = self.manager.groups.train()
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
@@ -578,7 +578,7 @@ class ManagerLife(RuleBasedStateMachine):
         assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
         assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
         assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
-        assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
+        assert set(groups.taken) == set(taken) and [g.uid for g in groups.taken] == self.model.taken
         births = Counter(group.birth for group in waiting + active + ready)
         assert {birth: count for birth, count in groups.births.items() if count} == births
         assert all(group.birth is None for group in waiting)

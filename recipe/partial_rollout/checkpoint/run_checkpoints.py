@@ -23,7 +23,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
@@ -61,13 +60,9 @@ _LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 def writable(folder: Any) -> bool:
     """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    try:
-        path = Path(str(folder)).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):
-            return True
-    except OSError:
-        return False
+    path = Path(str(folder)).expanduser().absolute()
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
@@ -88,7 +83,7 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 class RunCheckpoints:
     """The checkpoints of one run directory, and the one to resume, whose files are checked here, once.
 
-    ``begin`` makes the choice the run's lineage, before the first ``save``.
+    ``begin`` makes the choice the run's lineage, before the first ``save``; the directory exists by then.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
@@ -211,7 +206,6 @@ class RunCheckpoints:
         return aside
 
     def _track(self, step: int) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run_dir / TRACKER, str(step).encode())
 
     def resumed_state(self, part: str) -> Path:

@@ -87,7 +87,7 @@ class ManagerActor:
         self._new_errors: list[ToldError] = []
         """of the present step"""
         self._gauges: dict[str, float] = {}
-        """of the version whose batch the trainer has, if the next has begun"""
+        """when the batch was taken, before the next version began"""
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -157,8 +157,6 @@ class ManagerActor:
         """
         self._raise_failure()
         manager = self._manager
-        if manager.groups.taken:
-            self._gauges = manager.gauges()
         garbage.release()
         manager.reserve.offer(prompts, source_left)
         self._carried = manager.groups.carried
@@ -191,16 +189,17 @@ class ManagerActor:
             self._raise_failure()
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
+        self._gauges = manager.gauges()
         if not stop:
             manager.admit()
             self._wake()
         return ReadyBatch(decided_at, groups, self._carried)
 
-    async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
+    async def finish_step(self) -> StepAccount:
+        """The trainer has updated on its batch; if the round was stopped, the workers have reported all of it."""
         # The batch's own metrics are known only while the trainer has it, the lengths of interrupted samples only now.
-        metrics, self._gauges = self._manager.metrics() | self._gauges, {}
-        admitted, filtered = self._manager.groups.train(uids)
+        metrics = self._manager.metrics() | self._gauges
+        admitted, filtered = self._manager.groups.train()
         errors, self._new_errors = tuple(self._new_errors), []
         return StepAccount(admitted, filtered, metrics, errors)
 

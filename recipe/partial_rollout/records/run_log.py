@@ -19,7 +19,7 @@ import os
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -257,29 +257,22 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
         return self.step - 1
 
 
-class PhaseName(StrEnum):
-    """Kinds of ``Phase``; ``WAIT`` to ``FLUSH`` are of separate placement."""
+PhaseName = Literal["train", "validate", "sync", "wait", "stage", "hold", "flush"]
+"""Kinds of ``Phase``; ``wait`` to ``flush`` are of separate placement::
 
-    TRAIN = "train"
-    """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""
-    VALIDATE = "validate"
-    SYNC = "sync"
-    """new weights on their way to the replicas, from the trainer to the last replica"""
-    WAIT = "wait"
-    """the trainer waits for its batch"""
-    STAGE = "stage"
-    """new weights leave the trainer while the engines decode"""
-    HOLD = "hold"
-    """all engines are held, from the request to the resumption, while they load the weights"""
-    FLUSH = "flush"
-    """the engines are stopped for a checkpoint"""
+    train     from the batch to the log; under separate placement the sync, staging and hold of the step lie in it
+    sync      new weights on their way to the replicas, from the trainer to the last replica
+    wait      the trainer waits for its batch
+    stage     new weights leave the trainer while the engines decode
+    hold      all engines are held, from the request to the resumption, while they load the weights
+    flush     the engines are stopped for a checkpoint
+"""
 
 
 class Phase(_Event, frozen=True, tag="phase"):
     """A phase that is not a rollout."""
 
-    name: str
-    """a ``PhaseName``"""
+    name: PhaseName
     step: int
     """or, of a ``sync``, the policy version"""
     start: float

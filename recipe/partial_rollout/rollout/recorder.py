@@ -15,6 +15,7 @@ from recipe.partial_rollout.records.run_log import (
     Arm,
     EngineCall,
     Phase,
+    PhaseName,
     RolloutPhase,
     Round,
     RunLog,
@@ -48,10 +49,6 @@ class StepBatch:
     def version(self) -> int:
         """Policy version before the update on it."""
         return self.step - 1
-
-    @property
-    def uids(self) -> list[str]:
-        return [group.uid for group in self.groups]
 
     def check(self, size: int, max_masked_fraction: float) -> None:
         """Refuse a batch that cannot be trained.
@@ -100,7 +97,7 @@ class Recorder:
         self.settings, self.control, self.slots = settings, control, slots
         self._devices = DeviceUse.of_this_node()
 
-    def phase(self, name: str, step: int, start: float, end: float) -> None:
+    def phase(self, name: PhaseName, step: int, start: float, end: float) -> None:
         """Record a phase of the weight sync of version ``step``: ``stage`` or ``hold``; moments in unix seconds."""
         self.log.add(Phase(name, step, start, end))
         self.metrics[f"timing/{name}_s"] = end - start
