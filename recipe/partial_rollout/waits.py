@@ -39,8 +39,6 @@ ERROR_LOG = "error.log"
 """file of the run directory with the traceback of a training that failed"""
 _LONGEST = 16_384
 """characters of a traceback that leaves its process"""
-_KINDS = 16
-"""errors of one process that are kept"""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.MULTILINE)
 _CHAINED = re.compile(r"^(?:The above exception was the direct cause|During handling of the above)", re.MULTILINE)
 _NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollout/worker/")
@@ -66,28 +64,14 @@ class ToldError:
             text = f"{text[: _LONGEST // 2]}\n...\n{text[-_LONGEST // 2 :]}"
         return cls(one_line(error), (users or frames or ["?"])[-1], text)
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Type and place. Only the first error of a kind is reported.
 
-class FirstErrors:
-    """The first error of each kind, which is its type and place; of sixteen kinds.
-
-    >>> errors = FirstErrors()
-    >>> [errors.note(ToldError(line, "loop.py:7", "")) for line in ("KeyError: 'a'", "KeyError: 'b'", "TypeError: c")]
-    [True, False, True]
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], ToldError] = {}
-
-    def note(self, error: ToldError) -> bool:
-        """Keep ``error`` if it is the first of its kind; returns whether it is."""
-        kind = error.line.partition(":")[0], error.place
-        if kind in self._kept or len(self._kept) == _KINDS:
-            return False
-        self._kept[kind] = error
-        return True
-
-    def tracebacks(self) -> list[str]:
-        return [error.traceback for error in self._kept.values()]
+        >>> ToldError("KeyError: 'a'", "loop.py:7", "").kind
+        ('KeyError', 'loop.py:7')
+        """
+        return self.line.partition(":")[0], self.place
 
 
 class ReplicaError(RuntimeError):

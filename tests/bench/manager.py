@@ -66,13 +66,13 @@ class Drive:
         m, wanted = self.manager, self.manager.wanted
         m.reserve.offer(Prompt(f"0/{self.offered + i}", {}) for i in range(wanted))
         self.offered += wanted
-        self.timed("begin_version", lambda: m.begin_version(self.version), items=int)
+        self.timed("begin_version", lambda: m.begin_version(self.version), items=lambda _: wanted)
         self._claim_all()
         self.most_in_flight = max(self.most_in_flight, int(m.metrics()["inflight/samples"]))
         self._finish_until_complete()
         taken = self.timed("take_batch", lambda: m.take_batch(stop=True), items=len)
         self._interrupt_all()
-        self.timed("train", lambda: m.groups.train(g.uid for g in taken), items=lambda _: len(taken))
+        self.timed("train", m.groups.train, items=lambda _: len(taken))
         self.version += 1
 
     def _claim_all(self) -> None:

@@ -190,7 +190,7 @@ class _Drive:
         if (started := sum(slots for _, _, slots in waits)) < expected:
             raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
         flushed_at = max(_get(self._ask("flush"), "all workers to report"))
-        _get(self._manager.finish_step.remote([group.uid for group in groups]), "the manager to forget the batch")
+        _get(self._manager.finish_step.remote(), "the manager to forget the batch")
         return {
             "round_s": quiet - began,
             "open_s": max(last for _, last, _ in waits),

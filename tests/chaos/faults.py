@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.partial_rollout.records.run_log import NAME, Phase, PhaseName
+from recipe.partial_rollout.records.run_log import NAME, Phase
 from recipe.partial_rollout.tools.reading.run_log import read_log
 from tests.chaos.victim import Victim, processes_of_session
 
@@ -104,7 +104,7 @@ def inflict(kind: Kind, victim: Victim, run_dir: Path, orders: Path, deadline_s:
 
 def step_ends(run_dir: Path, since: float) -> list[float]:
     """When each step ended since ``since`` (unix seconds), by the log's weight syncs."""
-    syncs = (event for event in read_log(run_dir, []) if isinstance(event, Phase) and event.name == PhaseName.SYNC)
+    syncs = (event for event in read_log(run_dir, []) if isinstance(event, Phase) and event.name == "sync")
     return [sync.end for sync in syncs if sync.end > since] if (run_dir / NAME).exists() else []
 
 

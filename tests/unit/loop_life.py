@@ -224,7 +224,7 @@ class Life:
         # What a dead worker has asked for, an engine ends by itself.
         assert not self.engine.running or self.lives > 1, "the engine is quiet"
         self.steps.append([group.uid for group in batch.groups])
-        await self.actor.finish_step(self.steps[-1])
+        await self.actor.finish_step()
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
             for output in group.outputs:

@@ -135,8 +135,10 @@ def tool_schema(name):
 
 
 def begin(manager):
-    """The version after the last batch."""
-    return manager.begin_version(manager.version + manager.batch_taken)
+    """The version after the last batch; returns how many groups were admitted."""
+    before = manager.counters.admitted_groups
+    manager.begin_version(manager.version + manager.batch_taken)
+    return manager.counters.admitted_groups - before
 
 
 def output_of(segments, reward=0.0):

@@ -199,7 +199,7 @@ async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, pla
         restored = new_manager()
         await restored.load(str(tmp_path / "manager"))
         assert made == 5 + tokens_in(restored._manager) > 5
-        assert sorted(uid for batch in one.recorded for uid in batch.uids) == ["0/0", "0/1", "0/2", "0/3"]
+        assert sorted(group.uid for batch in one.recorded for group in batch.groups) == ["0/0", "0/1", "0/2", "0/3"]
         assert one.control.interrupt.await_count == (1 if one.separate else STEPS)
         if one.separate:
             assert ("flush", 1) in one.phases and one.guard.open

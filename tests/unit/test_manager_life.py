@@ -223,20 +223,17 @@ class ManagerLife(RuleBasedStateMachine):
         self.model.holders = {s: w for s, w in self.model.holders.items() if w != worker}
 
     @precondition(lambda self: self.manager.round_open and self.capacity)
-    @rule(pick=PICK, beyond_share=st.booleans())
-    def claim(self, pick, beyond_share):
-        self.take_grants(list(self.capacity)[pick % len(self.capacity)], beyond_share)
+    @rule(pick=PICK)
+    def claim(self, pick):
+        self.take_grants(list(self.capacity)[pick % len(self.capacity)])
 
-    def take_grants(self, worker, beyond_share=False):
-        model, below_share, unowned = self.model, self.below_share(worker), self.unowned()
-        grants = self.manager.claim(worker, beyond_share=beyond_share)
+    def take_grants(self, worker):
+        model, below_share = self.model, self.below_share(worker)
+        grants = self.manager.claim(worker)
         overdue = self.next_to_train() - self.max_staleness
         births = dict(model.births)
         shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
-        if beyond_share:
-            assert grants or not (unowned and self.free(worker)), "a sample is left and nobody runs it"
-        else:
-            assert len(shared) <= max(0, below_share), "more than its share"
+        assert len(shared) <= max(0, below_share), "more than its share"
         for grant in grants:
             sample_id = grant.sample_id
             assert sample_id not in model.running and sample_id not in model.away
@@ -470,7 +467,7 @@ class ManagerLife(RuleBasedStateMachine):
     @rule()
     def acknowledge(self):
         model = self.model
-        admitted, filtered = self.manager.groups.train(model.taken)
+        admitted, filtered = self.manager.groups.train()
         model.trained += model.taken
         model.taken = []
         step, version = self.step, self.step - 1
@@ -581,7 +578,7 @@ class ManagerLife(RuleBasedStateMachine):
         assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
         assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
         assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
-        assert set(groups.taken.values()) == set(taken) and set(groups.taken) == set(self.model.taken)
+        assert set(groups.taken) == set(taken) and [g.uid for g in groups.taken] == self.model.taken
         births = Counter(group.birth for group in waiting + active + ready)
         assert {birth: count for birth, count in groups.births.items() if count} == births
         assert all(group.birth is None for group in waiting)

@@ -97,8 +97,8 @@ class Rollout:
 
     async def finish_step(self):
         self.asked.append("finish")
-        uids, self.untrained = self.untrained, []
-        self.manager.groups.train(uids)
+        self.untrained = []
+        self.manager.groups.train()
 
     def in_flight(self):
         return {"source": lambda path: write_snapshot(path, {}), "manager": self.save}

@@ -15,7 +15,7 @@ import numpy as np
 
 _ARRAY, _SCALAR, _OBJECTS, _TUPLE = 1, 2, 3, 4
 _DTYPE = re.compile(r"\|b1|\|[iu]1|<[iu][248]|<f[248]|<U[0-9]{1,6}")
-_ALLOWED = "plain values, lists, tuples, dictionaries, and numpy arrays of bool, int, float, str"
+_ALLOWED = "plain values (integers of at most 64 bits), lists, tuples, dictionaries, numpy arrays of bool, int, float, str"
 _ERRORS = "surrogatepass"
 """a prompt may hold a lone surrogate, which strict UTF-8 cannot"""
 
@@ -68,8 +68,6 @@ def _extended(value: Any) -> msgpack.ExtType:
         return msgpack.ExtType(
             _ARRAY if kind is np.ndarray else _SCALAR, head.encode() + b"\n" + array.astype(dtype, copy=False).tobytes()
         )
-    if kind is int:
-        raise UnsaveableError(f"an integer of {value.bit_length()} bits cannot be saved: at most 64")
     raise UnsaveableError(f"{kind.__module__}.{kind.__qualname__} cannot be saved: only {_ALLOWED} can")
 
 
@@ -92,12 +90,8 @@ def _refusal(value: Any) -> str:
     raise AssertionError(f"{kind} can be packed")
 
 
-UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
-"""errors of ``unpack`` for bytes that ``pack`` does not make"""
-
-
 def unpack(data: bytes) -> Any:
-    """Return the value that was packed; its arrays are writable, as torch needs them. Raises one of ``UNREADABLE``."""
+    """Return the value that was packed; its arrays are writable, as torch needs them. Raises for bytes of another kind."""
     return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
 
 
@@ -106,10 +100,7 @@ def _extension(code: int, data: bytes) -> Any:
         return tuple(unpack(data))
     if code == _OBJECTS:
         shape, values = unpack(data)
-        array = np.empty(len(values), object)
-        for i, value in enumerate(values):
-            array[i] = value
-        return array.reshape(shape)
+        return np.fromiter(values, object, len(values)).reshape(shape)
     if code not in (_ARRAY, _SCALAR):
         raise ValueError(f"extension type {code} is unknown")
     head, _, raw = data.partition(b"\n")

@@ -18,18 +18,16 @@ this one begins from is linked into the directory, so that ``auto`` and verl's o
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from filelock import FileLock, SoftFileLock, Timeout
@@ -42,7 +40,6 @@ from recipe.partial_rollout.checkpoint.manifest import (
     Manifest,
     TornCheckpointError,
     begin,
-    read,
     seal,
     state_file,
     verify,
@@ -63,13 +60,9 @@ _LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 def writable(folder: Any) -> bool:
     """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    try:
-        path = Path(str(folder)).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):
-            return True
-    except OSError:
-        return False
+    path = Path(str(folder)).expanduser().absolute()
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
@@ -90,7 +83,7 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 class RunCheckpoints:
     """The checkpoints of one run directory, and the one to resume, whose files are checked here, once.
 
-    ``begin`` makes the choice the run's lineage, before the first ``save``.
+    ``begin`` makes the choice the run's lineage, before the first ``save``; the directory exists by then.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
@@ -187,9 +180,12 @@ class RunCheckpoints:
             raise fail("trainer.default_local_dir", self.run_dir, words)
         step, continues = self.resumed_step, self.continues
         aside = self.run_dir / _SUPERSEDED / self.run
-        superseded = [*self._superseded(step if continues else 0)]
         # A run that does not continue counts from 0 until the checkpoint that it begins from is in its place.
-        self._track(step if continues else 0)
+        reached = step if continues else 0
+        beyond = [step_dir for other, step_dir in self._steps() if other > reached and step_dir != self.chosen]
+        # A run that continues overwrites some day what a kill has left of a save.
+        superseded = [step_dir for step_dir in beyond if not (continues and _condition(step_dir) == "torn")]
+        self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
             if superseded:
                 # The run leaves what trackers know of it: they drop what is logged again for a step.
@@ -201,38 +197,15 @@ class RunCheckpoints:
                 self._on_disk, self._kept = step, [*self.resumed.kept]
         set_aside(superseded, aside)
         if self.chosen is not None and not continues:
-            self._link()
+            place = self.step_dir(step)
+            if not place.exists():
+                # A link to a checkpoint that is gone may be there.
+                place.unlink(missing_ok=True)
+                place.symlink_to(self.chosen.resolve())
             self._track(step)
         return aside
 
-    def _superseded(self, step: int) -> Iterator[Path]:
-        """The checkpoints beyond ``step``, but for the chosen one; a torn one stays, and is overwritten some day."""
-        for other, step_dir in self._steps():
-            if other <= step or step_dir == self.chosen:
-                continue
-            try:
-                read(step_dir)
-            except TornCheckpointError:
-                continue
-            except CheckpointError:
-                pass
-            yield step_dir
-
-    def _link(self) -> None:
-        """Link the chosen checkpoint, which another run made, into the directory."""
-        assert self.chosen is not None
-        place = self.step_dir(self.resumed_step)
-        if place == self.chosen:
-            return
-        if place.is_symlink():
-            place.unlink()
-        elif place.exists():
-            # Torn.
-            shutil.rmtree(place)
-        place.symlink_to(self.chosen.resolve())
-
     def _track(self, step: int) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run_dir / TRACKER, str(step).encode())
 
     def resumed_state(self, part: str) -> Path:
@@ -257,7 +230,7 @@ class RunCheckpoints:
                 message says what to do with them.
         """
         step_dir = self.step_dir(step)
-        if step != self._on_disk or not _is_whole(step_dir):
+        if step != self._on_disk or _condition(step_dir) != "whole":
             if step_dir.is_symlink():
                 # Another run's checkpoint stays as it is.
                 step_dir.unlink()
@@ -297,11 +270,14 @@ class RunCheckpoints:
                 path.unlink()
 
 
-def _is_whole(step_dir: Path) -> bool:
+def _condition(step_dir: Path) -> Literal["whole", "torn", "foreign"]:
     try:
-        return bool(verify(step_dir))
+        verify(step_dir)
+    except TornCheckpointError:
+        return "torn"
     except CheckpointError:
-        return False
+        return "foreign"
+    return "whole"
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -314,35 +290,14 @@ def set_aside(paths: Iterable[Path], into: Path) -> None:
         shutil.move(path, into / path.name)
 
 
-def cut_steps(metrics: Path, step: int, aside: Path) -> list[int]:
-    """Move the lines of ``metrics`` that are beyond ``step``, and torn ones, to a file in directory ``aside``.
-
-    Returns the steps of the moved lines.
-    """
-    kept, cut, steps = [], [], []
-    for raw in metrics.open("rb") if metrics.exists() else ():
-        try:
-            at = json.loads(raw)["step"]
-            stays = raw.endswith(b"\n") and at <= step
-            steps += [] if stays else [at]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            stays = False
-        (kept if stays else cut).append(raw)
-    if cut:
-        aside.mkdir(parents=True, exist_ok=True)
-        (aside / f"{metrics.stem}_beyond_{step}.jsonl").write_bytes(b"".join(cut))
-        write_atomically(metrics, b"".join(kept))
-    return steps
-
-
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes from training in ``run_dir`` while entered. A directory that it made and that stays empty goes.
+    """Keep other processes from training in ``run_dir`` while entered.
 
     Raises:
         ConfigError: another process holds it, or it cannot be written; the message names host and process.
     """
-    key, path, is_new = "trainer.default_local_dir", run_dir / _LOCK, not run_dir.exists()
+    key, path = "trainer.default_local_dir", run_dir / _LOCK
     lock = FileLock(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -366,7 +321,4 @@ def locked(run_dir: Path) -> Iterator[None]:
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield
     finally:
-        if is_new and [each.name for each in run_dir.iterdir()] == [_LOCK]:
-            path.unlink()
-            run_dir.rmdir()
         lock.release()

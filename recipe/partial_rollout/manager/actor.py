@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -43,7 +41,7 @@ from recipe.partial_rollout.manager.types import (
     Standing,
     StepAccount,
 )
-from recipe.partial_rollout.waits import FirstErrors, ToldError, one_line
+from recipe.partial_rollout.waits import ToldError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,6 @@ class ManagerActor:
     """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
     CLAIM_SAMPLES = 512
     """most samples that one answer grants: a version of 100,000 samples can start before all of them are granted"""
-    SHARE_WAIT_S = 1.0
-    """a worker that has its share waits this long for the others to claim theirs, then runs some of what they left"""
 
     def __init__(
         self,
@@ -86,13 +82,12 @@ class ManagerActor:
         """groups that were in flight when the version began"""
         self._retries = 0
         """failed samples that wait for their retry"""
-        self._errors = FirstErrors()
+        self._errors: dict[tuple[str, str], ToldError] = {}
+        """the first that workers have reported of each kind"""
         self._new_errors: list[ToldError] = []
         """of the present step"""
         self._gauges: dict[str, float] = {}
-        """of the version whose batch the trainer has, if the next has begun"""
-        self._spared = 0
-        """``Counters.spared_groups`` when the last step was finished, or when its checkpoint was loaded"""
+        """when the batch was taken, before the next version began"""
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -119,14 +114,16 @@ class ManagerActor:
             RolloutFailedError: it is, and no sample waits for its retry.
         """
         away, idle_s = self._manager.samples.away, time.monotonic() - self._moved_at
-        left_s = (self._away_s if away else self._stall_s) - idle_s
-        if left_s <= 0 and not self._retries:
-            limit = f"partial_rollout.deadlines.stall_s={self._stall_s:g}"
-            if away and self._away_s > self._stall_s:
-                limit += f"; {self._away_s:g} s with {away} in a tool or reward, the longest deadline of either"
-            idle = f"no sample reported and no engine made a token for {idle_s:.0f} s"
-            raise RolloutFailedError(f"{idle} ({limit}); {self._manager.samples.report()}")
-        return left_s
+        limit_s = self._away_s if away else self._stall_s
+        if idle_s >= limit_s and not self._retries:
+            longer = limit_s > self._stall_s
+            raise RolloutFailedError(
+                f"no sample reported and no engine made a token for {idle_s:.0f} s "
+                f"(partial_rollout.deadlines.stall_s={self._stall_s:g}"
+                f"{f'; {limit_s:g} s with {away} in a tool or reward, the longest deadline of either' if longer else ''}); "
+                f"{self._manager.samples.report()}"
+            )
+        return limit_s - idle_s
 
     # -- driver ----------------------------------------------------------------------------------------------------
 
@@ -160,8 +157,6 @@ class ManagerActor:
         """
         self._raise_failure()
         manager = self._manager
-        if manager.groups.taken:
-            self._gauges = manager.gauges()
         garbage.release()
         manager.reserve.offer(prompts, source_left)
         self._carried = manager.groups.carried
@@ -194,19 +189,19 @@ class ManagerActor:
             self._raise_failure()
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
+        self._gauges = manager.gauges()
         if not stop:
             manager.admit()
             self._wake()
         return ReadyBatch(decided_at, groups, self._carried)
 
-    async def finish_step(self, uids: list[str]) -> StepAccount:
-        """The trainer has updated on these groups; if the round was stopped, the workers have reported all of it."""
+    async def finish_step(self) -> StepAccount:
+        """The trainer has updated on its batch; if the round was stopped, the workers have reported all of it."""
         # The batch's own metrics are known only while the trainer has it, the lengths of interrupted samples only now.
-        metrics, self._gauges = self._manager.metrics() | self._gauges, {}
-        admitted, filtered = self._manager.groups.train(uids)
+        metrics = self._manager.metrics() | self._gauges
+        admitted, filtered = self._manager.groups.train()
         errors, self._new_errors = tuple(self._new_errors), []
-        before, self._spared = self._spared, self._manager.counters.spared_groups
-        return StepAccount(admitted, filtered, metrics, errors, self._spared - before)
+        return StepAccount(admitted, filtered, metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
@@ -231,7 +226,7 @@ class ManagerActor:
 
     async def first_errors(self) -> list[str]:
         """Tracebacks of the errors that workers have reported, the first of each kind."""
-        return self._errors.tracebacks()
+        return [error.traceback for error in self._errors.values()]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -246,14 +241,8 @@ class ManagerActor:
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
     async def load(self, path: str) -> None:
-        """Restore the snapshot at ``path``, before the first version.
-
-        Raises:
-            TornCheckpointError, CheckpointError: see ``read_snapshot``.
-        """
-        state = await asyncio.to_thread(read_snapshot, Path(path))
-        restore(self._manager, state)
-        self._spared = self._manager.counters.spared_groups
+        """Restore the snapshot at ``path``, before the first version."""
+        restore(self._manager, await asyncio.to_thread(read_snapshot, Path(path)))
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -279,17 +268,14 @@ class ManagerActor:
         Raises:
             RuntimeError: the worker was released.
         """
-        until, patient_until = time.monotonic() + self.CLAIM_WAIT_S, math.inf
+        until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
             self._raise_failure()
-            now = time.monotonic()
-            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES, beyond_share=now >= patient_until):
+            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES):
                 return grants
-            if now >= until:
+            if (left_s := until - time.monotonic()) <= 0:
                 return []
-            held_back = self._manager.round_open and self._manager.slots.held_back(worker)
-            patient_until = min(patient_until, now + self.SHARE_WAIT_S) if held_back else math.inf
-            await self._wait_at_most(min(until, patient_until) - now)
+            await self._wait_at_most(left_s)
 
     async def report(self, report: Report) -> list[Grant]:
         """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
@@ -310,7 +296,10 @@ class ManagerActor:
                 so the report came twice.
         """
         self._manager.slots.require(report.worker)
-        self._new_errors += filter(self._errors.note, report.errors)
+        for error in report.errors:
+            if error.kind not in self._errors:
+                self._errors[error.kind] = error
+                self._new_errors.append(error)
         if report.fatal is not None:
             self._fail(report.fatal)
         for event in report.events:
@@ -328,7 +317,6 @@ class ManagerActor:
                 case _:
                     assert_never(event)
         self._manager.counters.failed += report.rescored
-        self._manager.counters.retried += report.rescored
 
     def _fail_sample(self, worker: str, sample_id: str, error: str, times: int) -> None:
         verdict = self._manager.fail(sample_id, error, times)
@@ -358,9 +346,6 @@ class RayObjects:
         deadline_s: seconds for all the outputs of one ``fetch``.
     """
 
-    OBJECTS = 256
-    """objects that one ``ray.get`` fetches: other work of the process need not wait for all of them"""
-
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
 
@@ -377,32 +362,16 @@ class RayObjects:
             RolloutFailedError: outputs were lost with the node that stored them, or with the manager.
             TimeoutError: they did not arrive within the deadline.
         """
-        until = time.monotonic() + self._deadline_s
-        fetched: dict[str, Sequence[SampleOutput]] = {}
-        groups = iter(stored.items())
-        while chunk := dict(itertools.islice(groups, self.OBJECTS)):
-            references = list(chunk.values())
-            try:
-                outputs = ray.get(references, timeout=max(0.0, until - time.monotonic()))
-            except GetTimeoutError:
-                _, late = ray.wait(references, num_returns=len(references), timeout=0)
-                raise TimeoutError(
-                    f"fetching the outputs of groups took more than {self._deadline_s:g} s "
-                    f"(partial_rollout.deadlines.interrupt_s); awaited: {_named(chunk, late)}"
-                ) from None
-            except ObjectLostError as error:
-                lost = [reference for reference in references if reference.hex() == error.object_ref_hex]
-                raise RolloutFailedError(
-                    f"outputs of groups are lost: {_named(chunk, lost)}; resume from the last checkpoint "
-                    f"(trainer.resume_mode=auto): {one_line(error)}"
-                ) from error
-            fetched.update(zip(chunk, outputs, strict=True))
-        return fetched
-
-
-def _named(chunk: Mapping[str, Any], references: Iterable[Any], limit: int = 8) -> str:
-    """Uids of the groups whose outputs are in ``references``, or else of the whole chunk; at most ``limit``."""
-    among = set(references) or set(chunk.values())
-    uids = [uid for uid, reference in chunk.items() if reference in among]
-    more = f" and {len(uids) - limit} more" if len(uids) > limit else ""
-    return f"{', '.join(uids[:limit])}{more}"
+        try:
+            outputs = ray.get(list(stored.values()), timeout=self._deadline_s)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"fetching the outputs of {len(stored)} groups took more than {self._deadline_s:g} s "
+                "(partial_rollout.deadlines.interrupt_s)"
+            ) from None
+        except ObjectLostError as error:
+            raise RolloutFailedError(
+                "outputs of groups are lost; resume from the last checkpoint (trainer.resume_mode=auto): "
+                f"{one_line(error)}"
+            ) from error
+        return dict(zip(stored, outputs, strict=True))

@@ -43,17 +43,15 @@ def capture(manager: PromptsManager) -> dict[str, Any]:
 
     It takes milliseconds, because no token is copied: what it shares with the manager never changes.
 
-    Raises:
-        RuntimeError: the next version has begun before the batch is trained: it could not be trained again.
+    Not after the next version has begun and before the batch is trained (``Driver.save``): a restored run would have to
+    train that batch again, under a version that is gone.
     """
-    version, reserve, groups = manager.version, manager.reserve, manager.groups
-    if groups.taken and not manager.batch_taken:
-        raise RuntimeError(f"version {version} has begun, the batch before it is not trained: too early to save")
+    reserve, groups = manager.reserve, manager.groups
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
     live = manager.samples.unfinished.values()
     lost = sum(len(segment) for sample in live if not sample.lasting_segments for segment in sample.segments)
     return {
-        "version": version,
+        "version": manager.version,
         "last_offered": reserve.last_offered,
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
@@ -76,7 +74,7 @@ def capture(manager: PromptsManager) -> dict[str, Any]:
                     for sample in group.samples
                 ],
             }
-            for group in [*groups.taken.values(), *groups.ready_queue, *unfinished]
+            for group in [*groups.taken, *groups.ready_queue, *unfinished]
         ],
     }
 
@@ -111,16 +109,11 @@ def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
 
 
 def restore(manager: PromptsManager, state: dict[str, Any]) -> None:
-    """Give ``manager`` the encoded state: unfinished samples are claimable, no sample has an owner.
+    """Give ``manager``, which is new, the encoded state: unfinished samples are claimable, no sample has an owner.
 
     The source is open again: a resumed training may have more steps than the one that drained.
-
-    Raises:
-        RuntimeError: it has prompts already.
     """
     reserve, groups = manager.reserve, manager.groups
-    if reserve.prompts or groups.counters.admitted_groups:
-        raise RuntimeError("restore: the manager has prompts already; load before the first offer")
     manager.version = state["version"]
     reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
     reserve.last_offered = state["last_offered"]

@@ -101,16 +101,12 @@ class Counters:
     passed_tokens: int = 0
     """response tokens of these"""
     interrupted: int = 0
-    resumed: int = 0
     failed: int = 0
     """errors of agent loops"""
-    retried: int = 0
-    """of these errors, those after which the sample was retried"""
     masked: int = 0
     """samples that failed for good"""
     filtered_groups: int = 0
     """consumed without being trained, because all samples have the same score"""
-    filtered_tokens: int = 0
     spared_groups: int = 0
     """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
     away_s: float = 0.0
@@ -149,8 +145,8 @@ class Groups:
     """READY groups, oldest first and else in dispatch order: the order in which they are trained"""
     trained: dict[int, int] = field(default_factory=dict)
     """response tokens of the trained groups that overtook a group still in flight, by dispatch order"""
-    taken: dict[str, PromptGroup] = field(default_factory=dict)
-    """TAKEN groups, by uid"""
+    taken: list[PromptGroup] = field(default_factory=list)
+    """TAKEN groups: the batch that the trainer has"""
     admitted: list[str] = field(default_factory=list)
     """uids of the groups entered that are not in the ledger yet"""
     filtered: list[FilteredGroup] = field(default_factory=list)
@@ -215,7 +211,6 @@ class Groups:
         differ = scores_differ(outputs)
         self.filtered.append(FilteredGroup(group.uid, group.order, group.birth, value, lengths, differ))
         self.counters.filtered_groups += 1
-        self.counters.filtered_tokens += group.finished_length
         group.drop_outputs()
 
     def take(self, count: int) -> list[TakenGroup]:
@@ -225,21 +220,18 @@ class Groups:
         for group in batch:
             self._move(group, GroupState.TAKEN)
             self._no_longer(group.birth)
-            self.taken[group.uid] = group
+        self.taken = batch
         return [TakenGroup(g.uid, g.order, g.prompt.row, g.stored, g.birth) for g in batch]
 
-    def train(self, uids: Iterable[str]) -> tuple[list[str], list[FilteredGroup]]:
-        """TAKEN -> TRAINED: the trainer has updated on them.
+    def train(self) -> tuple[list[str], list[FilteredGroup]]:
+        """TAKEN -> TRAINED: the trainer has updated on its batch.
 
         Returns:
             Uids of the groups entered, and the groups filtered, since the last call; the ledger gets them with the batch.
         """
-        for uid in uids:
-            group = self.taken.get(uid)
-            if group is None:
-                raise RuntimeError(f"train: group {uid} was not taken")
+        for group in self.taken:
             self._move(group, GroupState.TRAINED)
-            del self.taken[uid], self.by_order[group.order]
+            del self.by_order[group.order]
             self.counters.trained_groups += 1
             self.counters.trained_tokens += group.finished_length
             self.trained[group.order] = group.finished_length
@@ -249,7 +241,7 @@ class Groups:
             self.counters.passed_groups += 1
             self.counters.passed_tokens += self.trained.pop(order)
         new = self.admitted, self.filtered
-        self.admitted, self.filtered = [], []
+        self.taken, self.admitted, self.filtered = [], [], []
         return new
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:
@@ -310,7 +302,7 @@ class Groups:
         lengths = self.trained | {order: group.length for order, group in self.by_order.items()}
         dispatched = [lengths[order] for order in sorted(lengths)]
         batch, trained = len(self.taken), totals.trained_groups - totals.passed_groups
-        batch_tokens = sum(group.length for group in self.taken.values())
+        batch_tokens = sum(group.length for group in self.taken)
         in_order = sum(dispatched[trained : trained + batch])
         first = totals.passed_tokens + sum(dispatched[:trained]) + in_order
         biases = {}
@@ -377,12 +369,11 @@ class Samples:
         return sample
 
     def report(self, limit: int = 8) -> str:
-        """One line for an error: the unfinished samples, longest unchanged first."""
+        """One line for an error: how many samples are unfinished, and the first of them."""
         live, now = sorted(self.unfinished.values(), key=lambda sample: sample.since), self._clock()
         rows = [
             f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"
             + (f"; failed {s.failures} times, last: {s.error})" if s.error is not None else ")")
             for s in live[:limit]
         ]
-        more = f" and {len(live) - limit} more" if len(live) > limit else ""
-        return f"{len(live)} unfinished samples: " + "; ".join(rows) + more
+        return f"{len(live)} unfinished samples, longest unchanged first: {'; '.join(rows)}"

@@ -69,8 +69,9 @@ class PromptsManager:
     >>> manager = PromptsManager(settings, clock=lambda: 0.0)
     >>> manager.reserve.offer(Prompt(f"0/{i}", {}) for i in range(3))
     >>> manager.slots.register("w0", capacity=3)
-    >>> manager.begin_version(0), [grant.sample_id for grant in manager.claim("w0")]
-    (2, ['0/0#0', '0/0#1', '0/1#0'])
+    >>> manager.begin_version(0)
+    >>> [grant.sample_id for grant in manager.claim("w0")]
+    ['0/0#0', '0/0#1', '0/1#0']
     >>> token = np.ones(1, np.int32)
     >>> output = SampleOutput(token, token, token, -token, 0 * token, 1, 1.0, {}, 2, {})
     >>> for sample_id in ("0/0#0", "0/0#1"):
@@ -113,7 +114,7 @@ class PromptsManager:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> list[Grant]:
+    def claim(self, worker: str, limit: int | None = None) -> list[Grant]:
         """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
         self.slots.require(worker)
         if not self.round_open:
@@ -121,15 +122,13 @@ class PromptsManager:
         # A group that would be too old after the next batch must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
-        claimed = self.slots.claim(worker, limit, beyond_share=beyond_share)
-        return [self._grant(sample, worker) for sample in claimed]
+        return [self._grant(sample, worker) for sample in self.slots.claim(worker, limit)]
 
     def _grant(self, sample: Sample, worker: str) -> Grant:
         group = sample.group
         if group.state is GroupState.WAITING:
             self.groups.start(group, self.version)
             self.slots.queue.refresh(group)
-        self.counters.resumed += sample.state is SampleState.INTERRUPTED
         # A worker that still holds the conversation has its tokens; they need not be sent at every resumption.
         held = sample.worker == worker
         segments = () if held else tuple(sample.segments)
@@ -166,7 +165,6 @@ class PromptsManager:
         sample.failures += times
         verdict = verdict_on(sample.failures, self._settings.failures)
         self.counters.failed += 1
-        self.counters.retried += verdict is FailureVerdict.RETRY
         if verdict is FailureVerdict.MASK:
             self.counters.masked += 1
             self._end(self.samples.move(sample_id, "mask"), masked_output(sample.segments, error))
@@ -219,9 +217,9 @@ class PromptsManager:
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    def admit(self, *, version_begins: bool = False) -> int:
-        """Admit prompts from the reserve as far as the mode allows; returns how many."""
-        admitted, groups = 0, self.groups
+    def admit(self, *, version_begins: bool = False) -> None:
+        """Admit prompts from the reserve as far as the mode allows."""
+        groups = self.groups
         while self.reserve.prompts and self._admission.allows(
             groups,
             len(self.samples.unfinished),
@@ -232,8 +230,6 @@ class PromptsManager:
             prompt = self.reserve.prompts.popleft()
             self.enter(groups.enter(prompt, self._settings.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
-            admitted += 1
-        return admitted
 
     def enter(self, group: PromptGroup) -> None:
         """Add the unfinished samples of ``group``, new or restored; any worker may claim them."""
@@ -271,8 +267,8 @@ class PromptsManager:
         """Whether workers may claim."""
         return self._version_state is not VersionState.CLOSED
 
-    def begin_version(self, version: int) -> int:
-        """CLOSED, AHEAD -> OPEN: admit the groups of ``version`` and let workers claim; returns the groups admitted.
+    def begin_version(self, version: int) -> None:
+        """CLOSED, AHEAD -> OPEN: admit the groups of ``version`` and let workers claim.
 
         A batch that stopped the round may still be with the trainer.
 
@@ -289,9 +285,8 @@ class PromptsManager:
         self.version = version
         self.batch_taken = False
         self._filtered = self._to_replace = 0
-        admitted = self.admit(version_begins=True)
+        self.admit(version_begins=True)
         self._version_state = VersionState.OPEN
-        return admitted
 
     def suspend(self) -> None:
         """OPEN, AHEAD -> CLOSED without a batch."""
@@ -365,9 +360,8 @@ class PromptsManager:
             **self.gauges(),
             "agent/slots_freed_s_total": counters.away_s,
             "buffer/interrupted_total": counters.interrupted,
-            "buffer/resumed_total": counters.resumed,
             "failures/failed_total": counters.failed,
-            "failures/retried_total": counters.retried,
+            "failures/retried_total": counters.failed - counters.masked,
             "failures/masked_total": counters.masked,
             "failures/lost_tokens_total": counters.lost_tokens,
             "lost_samples": groups.lost * self._settings.samples_per_group,
@@ -375,6 +369,5 @@ class PromptsManager:
         }
         if self._filter is not None:
             found["filter/groups_total"] = counters.filtered_groups
-            found["filter/tokens_total"] = counters.filtered_tokens
             found["filter/spared_total"] = counters.spared_groups
         return found

@@ -29,7 +29,9 @@ from functools import partial
 from numbers import Real
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, assert_never, cast
+from typing import Any, assert_never
+
+from msgspec import Struct
 
 from recipe.partial_rollout.config.keys import refusing
 from recipe.partial_rollout.config.settings import ROOT, Scheduling, SchedulingPolicy
@@ -40,62 +42,48 @@ from recipe.partial_rollout.waits import one_line
 POLICY = f"{ROOT}.scheduling.policy"
 
 
-class QueuedGroup:
-    """A group as an order sees it: nothing can be changed through it."""
+class QueuedGroup(Struct, frozen=True):
+    """A group as an order of the user's own sees it: nothing can be changed through it."""
 
-    __slots__ = ("_group",)
-
-    def __init__(self, group: PromptGroup) -> None:
-        self._group = group
-
-    @property
-    def uid(self) -> str:
-        """``epoch/position`` of its prompt in the data."""
-        return self._group.uid
-
-    @property
-    def order(self) -> int:
-        """Position among all prompts of the run, from 0; ties between equal keys go by it."""
-        return self._group.order
-
-    @property
-    def row(self) -> Mapping[str, Any]:
-        """Columns of its row of the dataset, such as ``raw_prompt`` and ``extra_info``."""
-        return MappingProxyType(self._group.prompt.row)
-
-    @property
-    def birth(self) -> int | None:
-        """Policy version under which its first sample started; None for a prompt that has not."""
-        return self._group.birth
-
-    @property
-    def samples(self) -> int:
-        """Number of its samples."""
-        return len(self._group.samples)
-
-    @property
-    def unfinished(self) -> int:
-        """Number of its samples that have not finished."""
-        return self._group.unfinished
-
-    @property
-    def mean_finished_length(self) -> float:
-        """Mean response length of its finished samples, tokens; 1e9 if none has finished, which sorts last."""
-        return self._group.mean_finished_length
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens of all its samples so far; of those that run, as far as their workers have reported."""
-        return self._group.length
+    uid: str
+    """``epoch/position`` of its prompt in the data"""
+    order: int
+    """position among all prompts of the run, from 0; ties between equal keys go by it"""
+    row: Mapping[str, Any]
+    """columns of its row of the dataset, such as ``raw_prompt`` and ``extra_info``"""
+    birth: int | None
+    """policy version under which its first sample started; None for a prompt that has not"""
+    samples: int
+    """number of its samples"""
+    unfinished: int
+    """number of its samples that have not finished"""
+    mean_finished_length: float
+    """mean response length of its finished samples, tokens; 1e9 if none has finished, which sorts last"""
+    tokens: int
+    """response tokens of all its samples so far; of those that run, as far as their workers have reported"""
 
 
-Order = Callable[[QueuedGroup], Sequence[float] | float]
+def queued(group: PromptGroup) -> QueuedGroup:
+    """``group`` as it is now."""
+    return QueuedGroup(
+        uid=group.uid,
+        order=group.order,
+        row=MappingProxyType(group.prompt.row),
+        birth=group.birth,
+        samples=len(group.samples),
+        unfinished=group.unfinished,
+        mean_finished_length=group.mean_finished_length,
+        tokens=group.length,
+    )
+
+
+Order = Callable[[PromptGroup], Sequence[float] | float]
 """smaller keys run first; numbers, or sequences of them"""
 Key = tuple[Any, ...]
 
 
 def get_scheduling_priority(
-    group: QueuedGroup | PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED
+    group: PromptGroup, policy: SchedulingPolicy = SchedulingPolicy.BOUNDED
 ) -> tuple[float, ...]:
     """Sort key of ``group``: of two groups with a claimable sample, the one with the smaller key runs first.
 
@@ -139,7 +127,7 @@ def _imported(path: str) -> Order:
         found: Any = getattr(importlib.import_module(module), name)
         if not callable(found):
             raise TypeError(f"{name} is a {type(found).__name__}, not a function")
-    return cast(Order, found)
+    return lambda group: found(queued(group))
 
 
 def _numbers(key: Any) -> Sequence[Any]:
@@ -252,7 +240,7 @@ class ClaimQueue:
     def _key(self, group: PromptGroup) -> Key:
         """The key of ``group`` by its present state; its last element is the group's ``order``."""
         try:
-            key = _numbers(self._order(QueuedGroup(group)))
+            key = _numbers(self._order(group))
         except Exception as error:
             self.problem = self.problem or f"its key of group {group.uid}: {one_line(error)}"
             key = ()
@@ -317,10 +305,7 @@ class Slots:
         if worker not in self.workers:
             raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
 
-    def _free(self, worker: str) -> int:
-        return self.workers[worker] - self._samples.running[worker]
-
-    def claim(self, worker: str, limit: int | None = None, *, beyond_share: bool = False) -> Iterator[Sample]:
+    def claim(self, worker: str, limit: int | None = None) -> Iterator[Sample]:
         """Up to ``limit`` samples by priority, for slots of ``worker``; the caller has each run before it asks for more.
 
         Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
@@ -328,21 +313,14 @@ class Slots:
 
         Args:
             limit: None stands for all its free slots.
-            beyond_share: also take part of the samples that other workers have left unclaimed.
         """
         # Those that are away need no slot.
         present = len(self._samples.unfinished) - self._samples.away
         shared = math.ceil(present * self.workers[worker] / sum(self.workers.values()))
         shared -= self._samples.running[worker] + self.queue.sizes[worker]
-        if beyond_share:
-            shared = max(shared, math.ceil(self.queue.sizes[None] / len(self.workers)))
-        free = self._free(worker)
+        free = self.workers[worker] - self._samples.running[worker]
         for _ in range(free if limit is None else min(limit, free)):
             if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
             shared -= sample.worker != worker
             yield sample
-
-    def held_back(self, worker: str) -> bool:
-        """Whether ``worker`` has free slots but got no more samples because it already has its share."""
-        return self._free(worker) > 0 and self.queue.sizes[None] > 0

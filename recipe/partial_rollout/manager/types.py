@@ -366,8 +366,6 @@ class StepAccount:
     """``PromptsManager.metrics`` of the batch; its ``gauges`` are those before the next version began"""
     errors: tuple[ToldError, ...] = ()
     """those that workers have reported since the step before, the first of each kind"""
-    spared: int = 0
-    """groups that dynamic sampling let through since the step before, although all their samples have the same score"""
 
 
 class RolloutFailedError(RuntimeError):

@@ -22,16 +22,13 @@ class Spread:
     max: float
 
 
-def p95(values: Sequence[float] | np.ndarray) -> float:
-    """The smallest of ``values`` that 95% of them do not exceed: no interpolation, as suits counts (versions, segments)."""
-    return float(np.percentile(values, 95, method="inverted_cdf"))
-
-
 def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
     """Mean, 95th percentile and maximum of ``values``; None if there are none."""
     if not len(values):
         return None
-    return Spread(float(np.mean(values)), p95(values), float(np.max(values)))
+    # No interpolation, as suits counts (versions, segments): the 95th percentile is one of the values.
+    p95 = np.percentile(values, 95, method="inverted_cdf")
+    return Spread(float(np.mean(values)), float(p95), float(np.max(values)))
 
 
 def length_sigmas(groups: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -120,9 +117,6 @@ _COPIES = {
 _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share": 0.0, "length_bias": 1.0}
 """what these are under noPR, by definition: a batch is dispatched, decoded and trained under one version"""
 
-_LIFE = ("tool_calls", "generate_sequences")
-"""verl's timers of a sample, in both arms"""
-
 FIGURES = ("held_out_reward", *_COPIES)
 """names of the figures of every run"""
 
@@ -135,8 +129,6 @@ def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order in which a dashboard
     shows them.
-
-    Where samples call tools ``tool_share`` follows: the share of their lives that they spend in them.
 
     Args:
         data: by verl's keys; a validation without a training step has few of them.
@@ -152,7 +144,4 @@ def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     found |= {figure: float(data[source]) for figure, source in _COPIES.items() if source in data}
     if not partial and "training/global_step" in data:
         found |= _SYNCHRONOUS
-    in_tools, in_turns = (float(data.get(f"timing_s/agent_loop/{name}/mean", 0.0)) for name in _LIFE)
-    if in_tools:
-        found["tool_share"] = in_tools / (in_tools + in_turns)
     return {f"{SECTION}/{figure}": value for figure, value in found.items()}

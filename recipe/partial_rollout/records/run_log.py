@@ -19,7 +19,7 @@ import os
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -257,29 +257,22 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
         return self.step - 1
 
 
-class PhaseName(StrEnum):
-    """Kinds of ``Phase``; ``WAIT`` to ``FLUSH`` are of separate placement."""
+PhaseName = Literal["train", "validate", "sync", "wait", "stage", "hold", "flush"]
+"""Kinds of ``Phase``; ``wait`` to ``flush`` are of separate placement::
 
-    TRAIN = "train"
-    """from the batch to the log; under separate placement the sync, staging and hold of the step lie in it"""
-    VALIDATE = "validate"
-    SYNC = "sync"
-    """new weights on their way to the replicas, from the trainer to the last replica"""
-    WAIT = "wait"
-    """the trainer waits for its batch"""
-    STAGE = "stage"
-    """new weights leave the trainer while the engines decode"""
-    HOLD = "hold"
-    """all engines are held, from the request to the resumption, while they load the weights"""
-    FLUSH = "flush"
-    """the engines are stopped for a checkpoint"""
+    train     from the batch to the log; under separate placement the sync, staging and hold of the step lie in it
+    sync      new weights on their way to the replicas, from the trainer to the last replica
+    wait      the trainer waits for its batch
+    stage     new weights leave the trainer while the engines decode
+    hold      all engines are held, from the request to the resumption, while they load the weights
+    flush     the engines are stopped for a checkpoint
+"""
 
 
 class Phase(_Event, frozen=True, tag="phase"):
     """A phase that is not a rollout."""
 
-    name: str
-    """a ``PhaseName``"""
+    name: PhaseName
     step: int
     """or, of a ``sync``, the policy version"""
     start: float
@@ -305,13 +298,17 @@ class Ended(_Event, frozen=True, tag="ended"):
 Event = RunSettings | Begin | Round | Phase | Checkpoint | Ended
 
 
-def logged_steps(metrics: Path) -> list[int]:
-    """The training steps in the run's file ``metrics``; a torn line has none."""
-    steps = list[int]()
+class _Logged(Struct):
+    step: int
+
+
+def logged_steps(metrics: Path) -> list[tuple[int, bytes]]:
+    """Step and text of each line of the run's file ``metrics``; torn lines are left out."""
+    found = []
     for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
-        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
-            steps.append(msgspec.json.decode(line)["step"])
-    return [step for step in steps if step > 0]
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            found.append((msgspec.json.decode(line, type=_Logged).step, line))
+    return found
 
 
 class RunLog:

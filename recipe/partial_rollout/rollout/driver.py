@@ -316,9 +316,7 @@ class Driver:
         if self._stops:
             first_call = min((call.start for call in calls), default=batch.opened_at)
             batch.waits["resume_s"] = max(0.0, first_call - batch.opened_at)
-        account: StepAccount = await self._guard.wait(
-            self._manager.finish_step.remote(batch.uids), "finishing the step"
-        )
+        account: StepAccount = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
         self._recorder.batch(batch, account, calls)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup
@@ -16,6 +15,7 @@ from recipe.partial_rollout.records.run_log import (
     Arm,
     EngineCall,
     Phase,
+    PhaseName,
     RolloutPhase,
     Round,
     RunLog,
@@ -49,10 +49,6 @@ class StepBatch:
     def version(self) -> int:
         """Policy version before the update on it."""
         return self.step - 1
-
-    @property
-    def uids(self) -> list[str]:
-        return [group.uid for group in self.groups]
 
     def check(self, size: int, max_masked_fraction: float) -> None:
         """Refuse a batch that cannot be trained.
@@ -101,7 +97,7 @@ class Recorder:
         self.settings, self.control, self.slots = settings, control, slots
         self._devices = DeviceUse.of_this_node()
 
-    def phase(self, name: str, step: int, start: float, end: float) -> None:
+    def phase(self, name: PhaseName, step: int, start: float, end: float) -> None:
         """Record a phase of the weight sync of version ``step``: ``stage`` or ``hold``; moments in unix seconds."""
         self.log.add(Phase(name, step, start, end))
         self.metrics[f"timing/{name}_s"] = end - start
@@ -148,16 +144,9 @@ class Recorder:
             "overlap": batch.carried_groups / self.settings.batch_groups,
             "failures/replicas_restarted_total": self.control.restarted,
         }
-        if (filters := self.settings.group_filter) is None:
-            return
-        self.metrics["filter/groups"] = len(account.filtered)
-        self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
-        if account.spared:
-            limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches}"
-            tqdm.write(
-                f"step {batch.step}: groups of equal {filters.metric} that are trained all the same: "
-                f"{account.spared} (past the round's limit, {limit}, or the data ends)"
-            )
+        if self.settings.group_filter is not None:
+            self.metrics["filter/groups"] = len(account.filtered)
+            self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
 
     async def engines(self) -> None:
         """Record the slots of a replica and, if the engines count them, the requests preempted since the last step."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cut_steps, set_aside
+from recipe.partial_rollout.checkpoint.manifest import write_atomically
+from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, set_aside
 from recipe.partial_rollout.records.run_log import METRICS, RunLog, RunSettings, logged_steps
 from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.waits import ERROR_LOG
@@ -49,7 +50,8 @@ class RunFiles:
         if not self.trains:
             return
         metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
-        lost = [] if continues else logged_steps(metrics)
+        step = self.checkpoints.resumed_step
+        lost = [at for at, _ in logged_steps(metrics) if at > step]
         aside = self.checkpoints.begin()
         records = {name: self.directory / name for name in _RECORDS} | {METRICS: metrics}
         if not continues:
@@ -59,12 +61,14 @@ class RunFiles:
         elif aside.exists():
             # With its records, what is superseded is a run that resume_path can return to.
             _copy({record: aside / name for name, record in records.items()})
+        if metrics.exists():
+            kept = [line + b"\n" for at, line in logged_steps(metrics) if at <= step]
+            write_atomically(metrics, b"".join(kept))
         # What a start that failed before its first step has left is nothing to return to.
-        if lost or any(aside.glob("global_step_*")):
+        if (lost and not continues) or any(aside.glob("global_step_*")):
             print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
-        step = self.checkpoints.resumed_step
-        if again := cut_steps(metrics, step, aside) or (lost if chosen is None else []):
-            which = f"steps {min(again)} to {max(again)} are" if len(again) > 1 else f"step {again[0]} is"
+        if lost and (continues or chosen is None):
+            which = f"steps {min(lost)} to {max(lost)} are" if len(lost) > 1 else f"step {lost[0]} is"
             print(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")
 
     def open_log(self, settings: RunSettings, replicas: Sequence[str]) -> RunLog:

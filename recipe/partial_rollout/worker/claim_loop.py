@@ -33,7 +33,7 @@ from recipe.partial_rollout.manager.types import (
     Report,
     SampleOutput,
 )
-from recipe.partial_rollout.waits import FirstErrors, ReplicaError, ToldError, result_of, wait
+from recipe.partial_rollout.waits import ReplicaError, ToldError, result_of, wait
 from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
 
@@ -68,7 +68,8 @@ class Outbox:
         """set once the manager has what is unsent now"""
         self._sends = asyncio.Event()
         """set while a report is to be sent"""
-        self._errors = FirstErrors()
+        self._reported: set[tuple[str, str]] = set()
+        """kinds of the errors that were reported"""
 
     async def serve(self) -> NoReturn:
         """Send what is to be sent. The content of a report that fails is lost: its error ends the worker."""
@@ -101,7 +102,8 @@ class Outbox:
     def note_error(self, error: BaseException) -> ToldError:
         """Add ``error`` to the next report if it is the first of its kind; returns it as text."""
         told = ToldError.of(error)
-        if self._errors.note(told):
+        if told.kind not in self._reported:
+            self._reported.add(told.kind)
             self.unsent.errors.append(told)
         return told
 

@@ -93,7 +93,7 @@ class Simulation:
         self._decode()
         taken, version = self._manager.take_batch(stop=True), self._version
         self._interrupt_all()
-        self._manager.groups.train([group.uid for group in taken])
+        self._manager.groups.train()
         self._trained += len(taken)
         self._version += 1
         batch = [group.outputs for group in taken]

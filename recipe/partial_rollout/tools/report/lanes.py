@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import get_args
 
 import numpy as np
 
@@ -85,22 +86,22 @@ def lanes_of(run: RunRecord) -> Lanes:
     """The lanes of a run of any arm; one without separate placement waits while its engines run a round."""
     calls = run.calls
     ran, replica = np.stack([calls.column("busy_from"), calls.column("end")], axis=1), calls.column("replica")
-    spans = {name: [(p.start, p.end) for p in run.phases if p.name == name] for name in PhaseName}
+    spans = {name: [(p.start, p.end) for p in run.phases if p.name == name] for name in get_args(PhaseName)}
     if not run.settings.separate:
-        spans[PhaseName.WAIT] = [(round_.phase.start, round_.phase.end) for round_ in run.rounds]
+        spans["wait"] = [(round_.phase.start, round_.phase.end) for round_ in run.rounds]
     arrays = {name: np.array(found, float).reshape(-1, 2) for name, found in spans.items()}
     moments = np.unique(np.concatenate([ran, *arrays.values(), [(run.start, run.end)]]))
     during = {name: covered(moments, array) for name, array in arrays.items()}
-    held = during[PhaseName.HOLD] | during[PhaseName.FLUSH]
+    held = during["hold"] | during["flush"]
     # Who comes first here takes its moments from those after it.
-    validate, wait = during[PhaseName.VALIDATE], during[PhaseName.WAIT]
-    send = during[PhaseName.SYNC] | during[PhaseName.STAGE]
+    validate, wait = during["validate"], during["wait"]
+    send = during["sync"] | during["stage"]
     trainer = {
         Trainer.VALIDATE: validate,
         Trainer.WAIT: wait & ~validate,
-        Trainer.LOAD: during[PhaseName.HOLD] & ~validate & ~wait,
+        Trainer.LOAD: during["hold"] & ~validate & ~wait,
         Trainer.STAGE: send & ~validate & ~wait & ~held,
-        Trainer.TRAIN: during[PhaseName.TRAIN] & ~validate & ~wait & ~held & ~send,
+        Trainer.TRAIN: during["train"] & ~validate & ~wait & ~held & ~send,
     }
     decoding = [covered(moments, ran[replica == index]) & ~held for index in range(run.settings.replicas)]
     return Lanes(run.start, moments, trainer, held, decoding)

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, length_sigmas, spread
-from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import lane_shares
 from recipe.partial_rollout.tools.run_record import RunRecord
@@ -202,7 +201,7 @@ class Summary:
     def hold_s(self) -> Spread | None:
         """From the request to hold all engines for new weights until they go on, loading included (separate placement)."""
         # The first weights are loaded before anything decodes.
-        holds = [p for p in self.run.phases if p.name == PhaseName.HOLD and p.start >= self.run.start]
+        holds = [p for p in self.run.phases if p.name == "hold" and p.start >= self.run.start]
         return spread([hold.end - hold.start for hold in holds])
 
     @figure("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
