@@ -9,7 +9,6 @@ and the recipe's start-up both look at the result.
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
-    master_port,
     packed_attention,
     reward_workers,
     trained_rows,
@@ -38,7 +37,6 @@ ALWAYS = (
 IN_RECIPE = (
     ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.model", packed_attention.build_critics),
-    ("verl.single_controller.ray.base", master_port.patch),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
@@ -50,7 +48,6 @@ IN_RECIPE = (
     ("verl.experimental.agent_loop.agent_loop", whole_prompts.patch),
     ("verl.workers.rollout.vllm_rollout.vllm_rollout", weight_socket.name_sender),
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
-    ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", weight_socket.retry_at_once),
     ("transfer_queue.client", v1.bound_controller),
 )
 """(module, its patch), on every platform"""

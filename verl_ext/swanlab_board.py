@@ -3,7 +3,7 @@
 The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID`` names.
 The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first appearance,
 and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once
-its page gets an error 500 for ever: such values are left out, and the first is named. It may go with the local board.
+its page gets an error 500 for ever: such values are left out; the step's line names them. It may go with the local board.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,6 @@ def _patch(module: Any) -> None:
     def handle_finite(swanlabs: Any, self: Any, record: Any, scalar: bool) -> None:
         if not scalar or math.isfinite(record.value.number):
             swanlabs(self, record, scalar)
-        elif not getattr(self, "_told", False):
-            self._told = True
-            value = f"{record.key} of step {record.step}, {record.value.number}"
-            print(f"SwanLab's local board leaves out what is not a finite number; the first: {value}", file=sys.stderr)
 
 
 def _continue_earlier(callback: Any, run_id: str, context: Any) -> None:

@@ -1,6 +1,6 @@
-"""Patches of the socket between a trainer's worker and its engine: a name that no other run has, and a quick second try.
+"""Patches of the socket between a trainer's worker and its engine: a name that no other run has.
 
-They may go when verl names it by the run, and binds it before it asks the engine to connect.
+They may go when verl names it by the run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import os
 from typing import Any
 
 import ray
-import zmq
 
 from verl_ext.guard import around
-
-RETRY_MS = 1
 
 
 def job_key() -> str:
@@ -47,19 +44,3 @@ def name_receiver(module: Any) -> None:
         verls(self, *args, **kwargs)
         # The engine's processes, started later, take it from the environment.
         os.environ["VERL_RAY_JOB_ID"] = job_key()
-
-
-def retry_at_once(module: Any) -> None:
-    """An engine that is asked for new weights before their sender listens tries again after 1 ms, not after 100 ms.
-
-    verl starts the engine's receiver first and binds the sender's socket then (``ServerAdapter.update_weights``). Whichever
-    is quicker decides: a receiver that finds no socket waits for ZeroMQ's default reconnect interval, and the engine stands
-    still meanwhile. With a small model about every second sync did: loading took 120 to 190 ms instead of 20.
-    """
-
-    def _init_socket(self: Any) -> None:
-        self.socket = self.zmq_context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, RETRY_MS)
-        self.socket.connect(self.zmq_handle)
-
-    module.BucketedWeightReceiver._init_socket = _init_socket

@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from uuid import uuid4
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
@@ -102,7 +99,6 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
 
     found = preflight.checked(config)
     # verl's engine, which they import, is not there where vLLM does not fit.
-    from recipe.partial_rollout.preflight.inputs import fetch_model
     from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import set_variable
@@ -110,7 +106,6 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     if found.checkpoints is None:
         words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
-    fetch_model(config)
     wire(config)
     files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
     set_variable("SWANLAB_LOG_DIR", str(files.directory.parent / "swanlog"))
@@ -126,39 +121,6 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
 class _AboveProgressBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record))
-
-
-def spare_caches() -> None:
-    """Point caches at a temporary directory where home or cache cannot be written: a cache must not end a run.
-
-    It holds for the libraries of this process and its children. They still read what the home holds: models of the hub,
-    SwanLab's key, Ray's token.
-    """
-    # Without a home it stays as it is.
-    home = Path(os.path.expanduser("~"))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
-    refused = [directory for directory in (home, cache, hub) if not (directory.is_absolute() and writable(directory))]
-    if not refused:
-        return
-    spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
-    print(f"{refused[0]} cannot be written: what this run caches is in {spare}", file=sys.stderr)
-    if hub in refused:
-        # Tables made of data files, and code that models bring.
-        for part in ("datasets", "modules"):
-            os.environ.setdefault(f"HF_{part.upper()}_CACHE", f"{spare}/{part}")
-    if refused == [hub]:
-        return
-    if (cache / "huggingface").is_dir():
-        os.environ.setdefault("HF_HOME", str(cache / "huggingface"))
-    os.environ["XDG_CACHE_HOME"] = spare
-    if home in refused:
-        for variable in ("XDG_CONFIG_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
-            os.environ.setdefault(variable, spare)
-        if not (home / ".swanlab").is_dir():
-            os.environ.setdefault("SWANLAB_SAVE_DIR", spare)
-        if not ((home / ".ray" / "auth_token").is_file() or os.environ.get("RAY_ADDRESS")):
-            os.environ.setdefault("RAY_AUTH_TOKEN", uuid4().hex)
 
 
 def show_warnings() -> None:
@@ -215,15 +177,9 @@ def _main() -> None:
                 raise
             codes.append(end.code)
 
-    def program() -> None:
-        spare_caches()
-        composed()
-        if failed := [code for code in codes if code]:
-            sys.exit(failed[0])
-
-    # verl says it once for every line that asks.
-    warnings.filterwarnings("ignore", "Disabled critic")
-    in_one_line(program)
+    in_one_line(composed)
+    if failed := [code for code in codes if code]:
+        sys.exit(failed[0])
 
 
 def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import ray
@@ -16,7 +15,7 @@ from verl.utils.import_utils import load_class_from_fqn
 
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.preflight import Checked
-from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options, sizes_of
+from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options
 from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.stop import StopSignals
@@ -24,18 +23,10 @@ from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrai
 
 
 def start_ray(config: DictConfig) -> None:
-    """``ray.init`` with verl's runtime environment and the config's ``ray_kwargs.ray_init``, unless it is up.
-
-    A cluster that is named by ``RAY_ADDRESS`` or ``ray_init.address`` is joined, and keeps its own resources. Otherwise a
-    config that sizes Ray gets a Ray of its own, and not another one that happens to run on this machine.
-    """
+    """``ray.init`` with verl's runtime environment and ``ray_options``, unless it is up."""
     if ray.is_initialized():
         return
     options = ray_options(config)
-    sizes, address = sizes_of(options), options.get("address") or os.environ.get("RAY_ADDRESS")
-    if sizes and address != "local":
-        print(f"joining Ray at {address}: {', '.join(sizes)} of ray_kwargs.ray_init do not apply to it")
-        options = {name: value for name, value in options.items() if name not in sizes}
     environment: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), options.pop("runtime_env", None) or {})
     ray.init(runtime_env=OmegaConf.to_container(environment), **options)
 

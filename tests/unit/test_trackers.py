@@ -96,14 +96,11 @@ for first, value in ((1, 1.0), (3, 2.0)):
 """two processes, which share their imports"""
 
 
-def test_local_board_leaves_out_what_is_not_finite_says_so_once_and_has_the_last_value_of_a_step_that_is_logged_twice(
-    tmp_path,
-):
+def test_local_board_keeps_the_last_finite_value_of_each_step(tmp_path):
     """Its page answers 500 for a metric that was nan or inf once. The second process resumes the first."""
     command = [sys.executable, "-W", "ignore", "-c", LOGGED, str(tmp_path / "board")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("leaves out what is not a finite number; the first: ") == 2, "once a process"
     newest = max((tmp_path / "board").glob("run-*"))
     lines = [json.loads(line) for file in newest.glob("logs/*/*.log") for line in file.read_text().splitlines()]
     assert sorted((line["index"], line["data"]) for line in lines) == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]

@@ -60,8 +60,6 @@ transfer_queue:KVBatchMeta <- rounds trainer
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
         init_resource_pool_mgr
-verl.single_controller.ray.base:RayWorkerGroup <- master_port
-    calls: __init__(*, master_port_range)
 verl.workers.engine_workers:ActorRolloutRefWorker <- trainer_run weight_transfer
     calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)
 verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter <- replica weight_socket
@@ -169,9 +167,6 @@ verl.plugin.platform.platform_base:PlatformBase <- cpu machine
         ray_noset_envvars is_ipc_supported rollout_env_vars cudart
 verl.workers.engine.fsdp.transformer_impl <- cpu machine
     has: FSDPEngineWithLMHead FSDPEngineWithValueHead CPUOffloadPolicy
-verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver <- weight_socket
-    has: zmq_context
-    calls: _init_socket()
 verl.utils.tracking:Tracking <- tracking_observer
     has: log
 verl.utils.tracking <- tracking_observer main_ppo trackers

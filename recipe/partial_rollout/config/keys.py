@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -66,8 +66,6 @@ LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
 TEXT = " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
 """hint for text that looks like a number"""
 _NUMBER = re.compile(r"[-+\d.]+(e-?\d+)?")
-_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-"""YAML 1.1's words; hydra's command line knows true and false only, and hands the others over as strings"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +142,7 @@ def read(kind: type, node: Any, at: str) -> dict[str, Any]:
     for name, value in leaves(node):
         # A section that is no mapping is refused below.
         if name not in {*names, *sections}:
-            raise fail(f"{at}.{name}", value, no_such(name, names, f"{at}.", otherwise=LISTED))
+            raise fail(f"{at}.{name}", value, no_such(name, names, f"{at}.", LISTED))
     values = {}
     for name, part in _parts(kind):
         path = f"{at}.{name}"
@@ -164,8 +162,6 @@ def checked(path: str, value: Any, declared: Key) -> Any:
     if value is None and declared.null is not None:
         return None
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
-    if declared.kind is bool:
-        given = _FLAGS.get(str(value).lower(), value)
     # One after the other: msgspec refuses a union of an enum's words and other text.
     kinds = get_args(declared.kind) if get_origin(declared.kind) in (Union, UnionType) else (declared.kind,)
     for kind in kinds:
@@ -205,10 +201,10 @@ def allowed(kind: inspect.Type, number: str = "a number") -> str:
 # -- keys that do not exist --------------------------------------------------------------------------------------------
 
 
-def no_such(name: str, names: Iterable[str], at: str, why: str = "", otherwise: str = "") -> str:
+def no_such(name: str, names: list[str], at: str, otherwise: str) -> str:
     """Describe that ``name`` is none of ``names``, all relative to path ``at``, which ends with a dot."""
-    near = nearest(name, list(names))
-    return f"no such key{why}" + (f"; did you mean {at}{near}?" if near else otherwise)
+    near = nearest(name, names)
+    return "no such key" + (f"; did you mean {at}{near}?" if near else otherwise)
 
 
 def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
@@ -221,10 +217,8 @@ def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The name that the user probably meant: the same key of another section, one that begins alike, or is spelt alike."""
-    last, beginning = name.rpartition(".")[2], name.rpartition("_")[0]
-    same = [each for each in names if each.rpartition(".")[2] == last]
-    alike = [each for each in names if beginning and each.startswith(f"{beginning}_")]
+    """The name that the user probably meant: the same key of another section, or one that is spelt alike."""
+    same = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
     if same:
         return max(same, key=lambda each: len({*each.split(".")} & {*name.split(".")}))
-    return next(iter(get_close_matches(name, alike, 1, 0) or get_close_matches(name, names, 1, 0.5)), None)
+    return next(iter(get_close_matches(name, names, 1, 0.5)), None)

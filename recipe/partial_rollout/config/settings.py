@@ -325,16 +325,11 @@ class PartialRolloutConfig:
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
         """Make the settings of the whole hydra config; ``preflight`` checks verl's keys.
 
-        The recipe's flags become bools in ``config``, too: hydra hands words such as ``off`` over as strings.
-
         Raises:
             ConfigError: a key of the recipe's is wrong, or does not exist; in one line.
         """
         rollout = config.actor_rollout_ref.rollout
         values = read(cls, config[ROOT], ROOT)
-        for name, value in values.items():
-            if isinstance(value, bool):
-                OmegaConf.update(config, f"{ROOT}.{name}", value)
         given = values["slots_per_replica"] is not None
         if not given:
             values["slots_per_replica"] = rollout.max_num_seqs

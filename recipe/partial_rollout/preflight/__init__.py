@@ -67,10 +67,8 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
-    # A trainer that is no section is named with the other keys, below.
-    if OmegaConf.is_dict(config.trainer):
-        _run(check_device, config, "missing", refuse)
     settings = check_settings(config, refuse)
+    _run(check_device, config, "missing", refuse)
     _run(check_ray_address, config, "missing", refuse)
     if not _run(missing_packages, config, "missing", refuse):
         _run(lambda config: choose_mode(config.trainer.logger), config, "setting", refuse)
@@ -118,8 +116,8 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         check_columns(config, dataset, key)
         check_rows(config, settings, dataset, key, processor or tokenizer)
     if len(train) < (batch := config.data.train_batch_size):
-        words = "the prompts of data.train_files that fit data.max_prompt_length and that the chat template takes"
-        refuse("setting", fail("data.train_batch_size", batch, f"at most {len(train)}, {words}"))
+        allowed = f"at most {len(train)}, the prompts of data.train_files that fit data.max_prompt_length"
+        refuse("setting", fail("data.train_batch_size", batch, f"{allowed} and that the chat template takes"))
     elif checkpoints is not None:
         check_schedule(config, len(train))
     if checkpoints is not None:

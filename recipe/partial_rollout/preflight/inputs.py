@@ -16,7 +16,6 @@ import datasets.config
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from ray._private import services
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
@@ -30,15 +29,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
 """that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
 BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-_LEAST_MIB, _VERLS_MIB = 64, 2048
-"""a bucket for small models, and verl's default, for a model that cannot be built here"""
+_LEAST_MIB = 64
+"""a bucket for small models, and for one that cannot be built here"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
-REASONING_GYM = "pkg://recipe.partial_rollout.tasks.reasoning_gym"
 MODEL = "actor_rollout_ref.model.path"
 _CACHE = Path(datasets.config.HF_DATASETS_CACHE)
-_PROBE_S = 5.0
-"""for the hub to answer; its client would retry for half a minute"""
 
 
 def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
@@ -97,33 +93,10 @@ def check_model(path: str, key: str = MODEL) -> None:
     with refusing(key, path, words):
         found = local if local.is_file() else try_to_load_from_cache(path, "config.json")
         if not isinstance(found, str | Path):
-            reach_hub()
             found = hf_hub_download(path, "config.json")
         json.loads(Path(found).read_text())
     if local.is_file() and not any(each.suffix in (".safetensors", ".bin") for each in local.parent.iterdir()):
         raise fail(key, path, "a model directory with weights, *.safetensors or *.bin, which this one lacks")
-
-
-def reach_hub() -> None:
-    """Raises what the hub's client raises, if the hub does not answer in seconds or ``HF_HUB_OFFLINE`` is set."""
-    from huggingface_hub import constants, get_session
-
-    get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
-
-
-def fetch_model(config: DictConfig) -> None:
-    """Download a hub model's files once, with a progress bar, before every worker asks for them.
-
-    Raises:
-        ConfigError: the hub does not give them.
-    """
-    path = str(config.actor_rollout_ref.model.path)
-    if (Path(path) / "config.json").is_file():
-        return
-    from huggingface_hub import snapshot_download
-
-    with refusing(MODEL, path, "a model whose files the hub gives"):
-        snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"])
 
 
 def weight_bytes(config: DictConfig) -> int:
@@ -142,7 +115,7 @@ def size_bucket(config: DictConfig) -> None:
     if at(config, BUCKET) is None:
         numbers = max((each.numel() for each in without_weights(config).parameters()), default=0)
         needed = math.ceil(numbers * weight_bytes(config) / (1 << 20))
-        OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed) if needed else _VERLS_MIB)
+        OmegaConf.update(config, BUCKET, max(_LEAST_MIB, needed))
 
 
 def without_weights(config: DictConfig) -> torch.nn.Module:
@@ -164,7 +137,12 @@ PACKAGES = (
     ("cupy", "actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl", INSTALL_GPU),
     ("liger_kernel", "actor_rollout_ref.model.use_liger", True, "pip install liger-kernel"),
     ("transfer_queue", "trainer.use_v1", True, INSTALL_GPU),
-    ("reasoning_gym", "reward.custom_reward_function.path", REASONING_GYM, INSTALL_REASONING_GYM),
+    (
+        "reasoning_gym",
+        "reward.custom_reward_function.path",
+        "pkg://recipe.partial_rollout.tasks.reasoning_gym",
+        INSTALL_REASONING_GYM,
+    ),
     ("megatron", "actor_rollout_ref.actor.strategy", "megatron", "pip install -e '.[megatron]'"),
     ("sglang", "actor_rollout_ref.rollout.name", "sglang", "pip install sglang"),
     *(
@@ -207,40 +185,37 @@ def check_device(config: DictConfig) -> None:
         raise ConfigError(problem)
 
 
-def sizes_of(options: Mapping[str, Any]) -> list[str]:
-    """Options of ``ray.init`` that size Ray."""
-    return [name for name in _SIZES if options.get(name) is not None]
-
-
 def ray_options(config: DictConfig) -> dict[str, Any]:
-    """``ray_kwargs.ray_init``; its address is ``local`` where it sizes Ray and nobody names a cluster."""
+    """``ray_kwargs.ray_init`` as Ray takes it.
+
+    A cluster that ``RAY_ADDRESS`` or the address names keeps its own sizes. Where nobody names one, a config that sizes
+    Ray gets a Ray of its own, and not another one that happens to run on this machine.
+    """
     options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
-    named = options.get("address") or os.environ.get("RAY_ADDRESS")
-    return {**options, "address": "local"} if sizes_of(options) and named in (None, "", "local") else options
+    unsized = {name: value for name, value in options.items() if name not in _SIZES or value is None}
+    if (options.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
+        return unsized
+    return options if unsized == options else {**options, "address": "local"}
 
 
 def check_ray_address(config: DictConfig) -> None:
     """Check that the Ray cluster that a run would join takes connections: Ray itself tries for over a minute.
 
     Raises:
-        ConfigError: it takes none within two seconds, or the address is malformed.
+        ConfigError: it takes none within two seconds, or the address has no port.
     """
-    options = ray_options(config)
-    key, address, named = "ray_kwargs.ray_init.address", options.get("address") or "", os.environ.get("RAY_ADDRESS")
-    if address in ("", "auto") and named:
-        key, address = "RAY_ADDRESS", named
+    key, address = "ray_kwargs.ray_init.address", ray_options(config).get("address") or "auto"
+    if address == "auto":
+        # Of a cluster of this machine, which Ray finds by itself, nobody knows the address.
+        key, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS") or address
     place = address.removeprefix("ray://")
     # Ray asks a plugin about other schemes.
-    if ray.is_initialized() or place == "local" or "://" in place:
+    if place in ("auto", "local") or "://" in place or ray.is_initialized():
         return
     words = "HOST:PORT of a Ray cluster that answers, auto for one of this machine, or local for a new one"
     with refusing(key, address, words, (ValueError, OSError)):
-        if place in ("", "auto"):
-            place = services.canonicalize_bootstrap_address(place or None, options.get("_temp_dir"))  # type: ignore[arg-type]
-        # None where a new Ray would start.
-        if place:
-            host, _, port = place.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
+        host, _, port = place.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
 
 
 def cpus_for_ray(config: DictConfig) -> int:
@@ -254,14 +229,16 @@ def check_cluster(config: DictConfig, has: Mapping[str, float]) -> None:
     engines, trainers, rollout = engine_devices(config), trainer_devices(config), config.actor_rollout_ref.rollout
     gpus, cpus = has.get("GPU", 0), has.get("CPU", 0)
     if engines and trainers + engines > gpus:
-        words = (
+        raise fail(
+            f"{_ROLLOUT}.n_gpus_per_node",
+            rollout.n_gpus_per_node,
             f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs "
-            f"{trainers + engines} in Ray, which has {gpus:g}"
+            f"{trainers + engines} in Ray, which has {gpus:g}",
         )
-        raise fail(f"{_ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node, words)
     if (needed := cpus_for_ray(config)) > cpus:
-        words = (
+        raise fail(
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
             f"fewer devices, or {needed} CPUs for Ray, which has {cpus:g}: verl reserves {CPUS_PER_TRAINER} for a "
-            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end"
+            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
         )
-        raise fail("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, words)

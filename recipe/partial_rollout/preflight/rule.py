@@ -8,20 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from math import lcm, prod
-from types import SimpleNamespace
+from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-from verl.trainer.ppo.utils import need_reference_policy
-from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, RolloutReplica
+from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import trainer_devices
-from recipe.partial_rollout.training.loss import weight_level
 
 BATCH, GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
@@ -164,29 +159,14 @@ def copies(config: DictConfig, engine: str) -> int:
     return max(1, trainer_devices(config) // split(config, engine)[0])
 
 
-def parts(config: DictConfig) -> int:
-    """Parts that a batch must divide into, for the actor and for a reference."""
-    engines = ("actor", "ref") if need_reference_policy(config) else ("actor",)
-    return lcm(*(copies(config, engine) for engine in engines))
-
-
-def most_calls(config: DictConfig) -> int:
-    """Samples that verl's server takes at once, beside calls that control it."""
-    server: Any = RolloutReplica.max_concurrency
-    return server.fget(SimpleNamespace(config=config.actor_rollout_ref.rollout)) - CONTROL_METHOD_CONCURRENCY
-
-
 def compares_siblings(config: DictConfig) -> bool:
     """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
     estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
-    if estimator is None or not estimator.__module__.startswith("verl."):
-        return False
-    return "index" in inspect.signature(estimator).parameters
+    return estimator.__module__.startswith("verl.") and "index" in inspect.signature(estimator).parameters
 
 
-def keeps_on_policy_tokens(threshold: Any, config: DictConfig) -> bool:
+def keeps_on_policy_tokens(threshold: Any) -> bool:
     """Whether a token of weight 1 keeps it; raises what verl raises for a threshold that it does not take."""
-    level = at(config, f"{CORRECTION}.rollout_is") or weight_level(at(config, LOSS))
-    on_policy, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    weights, _ = compute_rollout_correction_weights(on_policy, mask, level, rollout_is_threshold=threshold)
-    return bool(weights.any())
+    upper, lower = _parse_rollout_is_threshold(threshold)
+    # One bound caps the weights; of two, tokens outside are masked.
+    return lower is None or lower <= 1 <= upper

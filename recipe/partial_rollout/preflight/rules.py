@@ -38,14 +38,13 @@ from recipe.partial_rollout.preflight.rule import (
     broken,
     budget,
     compares_siblings,
+    copies,
     divided,
     divisible,
     keeps_on_policy_tokens,
     longest,
-    most_calls,
     one_of,
     only,
-    parts,
     replica_devices,
     where,
 )
@@ -54,13 +53,9 @@ from recipe.partial_rollout.worker.llm_client import WHOLE
 from verl_ext.guard import TESTED, installed_pair
 
 _BACKEND, _FILTER = "rollout.checkpoint_engine.backend", "algorithm.filter_groups"
-_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
-_DRAFTS_KILL = "0.24.0"
-"""the vLLM whose asynchronous scheduler loses count of draft tokens when it preempts"""
-_ROUTES = "routes are not kept over interruptions"
 _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
-_TRUNCATED = "the engine's log-probs would be of the tokens that are kept, the trainer's of all"
+_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
@@ -80,7 +75,7 @@ def _temporary() -> str:
 _TRAINING = (
     one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
     # how a batch is divided
-    divisible(BATCH, "rollout.n", parts, "device(s)"),
+    divisible(BATCH, "rollout.n", lambda c: copies(c, "actor"), "device(s)"),
     Rule(
         "data.gen_batch_size",
         lambda v, c: v in (None, at(c, BATCH)),
@@ -282,11 +277,6 @@ _ENGINES = (
             lambda c: f"whole replicas on {trainer_devices(c)} device(s); one has {replica_devices(c)}",
         ),
     ),
-    Rule(
-        f"{_DRAFTS}.method",
-        lambda v, _: installed_pair().vllm != _DRAFTS_KILL or not re.match("eagle|.*mtp", str(v)),
-        f"null or ngram with vLLM {_DRAFTS_KILL}, whose engine can die with it when it preempts (vllm#48245)",
-    ),
     *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
     # The recipe has parts of its own there.
     Rule(
@@ -320,19 +310,10 @@ _PARTIAL_ROLLOUT = (
         only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
         only("rollout.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
         only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
-        one_of("actor.megatron.router_replay.mode", ("disabled", None), _ROUTES),
-        one_of("actor.veomni.router_replay.mode", ("disabled", None), _ROUTES),
         *where(
             "partial_rollout.resume_kv=keep",
             only("rollout.enable_prefix_caching", True, "the kept KV cache is found by its prefix"),
             only("rollout.free_cache_engine", False, "an engine that sleeps gives its KV cache up"),
-        ),
-        Rule(
-            "partial_rollout.slots_per_replica",
-            lambda v, c: v is None or v <= most_calls(c),
-            lambda c: (
-                f"at most {most_calls(c)}, which verl's server takes at once (more with a larger rollout.max_num_seqs)"
-            ),
         ),
         only("distillation.enabled", False, "its loss has no correction"),
         Rule(
@@ -361,7 +342,14 @@ _PARTIAL_ROLLOUT = (
     ),
     *where(
         (_CORRECTED, _PR),
-        *(one_of(f"rollout.{key}", WHOLE[key], _TRUNCATED) for key in ("top_p", "top_k")),
+        *(
+            one_of(
+                f"rollout.{key}",
+                WHOLE[key],
+                "the engine's log-probs would be of the tokens that are kept, the trainer's of all",
+            )
+            for key in ("top_p", "top_k")
+        ),
         Rule(
             "rollout.temperature",
             lambda v, _: v >= 0.01,
@@ -379,7 +367,7 @@ _PARTIAL_ROLLOUT = (
         ),
         Rule(
             f"{CORRECTION}.rollout_is_threshold",
-            keeps_on_policy_tokens,
+            lambda v, _: keeps_on_policy_tokens(v),
             "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
         ),
     ),
@@ -430,11 +418,6 @@ _PARTIAL_ROLLOUT = (
     ),
 )
 WARNINGS = (
-    only(
-        "data.filter_overlong_prompts",
-        True,
-        "prompts of more than rollout.prompt_length tokens fail their samples, in the middle of a run",
-    ),
     *where(
         _PR,
         only(
@@ -450,12 +433,6 @@ WARNINGS = (
             lambda v, _: v >= 1,
             "at least 1",
             "fewer than N groups are in flight while the trainer holds N, so it waits for them",
-        ),
-    ),
-    *where(
-        (_PR, lambda c: c.trainer.save_freq <= 0),
-        only(
-            "partial_rollout.drain", True, "with trainer.save_freq=-1 no checkpoint keeps what is in flight at the end"
         ),
     ),
 )

@@ -92,9 +92,12 @@ def check_code(config: DictConfig, settings: PartialRolloutConfig) -> Iterator[C
     _check_loss(config, settings)
     _check_reward(config)
     # A loop's file and a tool's, which are loaded by now, may register others.
-    loops = one_of("rollout.agent.default_agent_loop", agent_loops(config))
-    manager = where(f"{_MANAGER}.source=register", one_of(f"{_MANAGER}.name", REWARD_MANAGER))
-    return broken((loops, one_of("rollout.multi_turn.format", ToolParser._registry), *manager), config)
+    named = (
+        one_of("rollout.agent.default_agent_loop", agent_loops(config)),
+        one_of("rollout.multi_turn.format", ToolParser._registry),
+        *where(f"{_MANAGER}.source=register", one_of(f"{_MANAGER}.name", REWARD_MANAGER)),
+    )
+    return broken(named, config)
 
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
@@ -113,8 +116,11 @@ def _check_loss(config: DictConfig, settings: PartialRolloutConfig) -> None:
     )
     corrects = settings.enable and settings.correction != Correction.NONE
     if corrects and abs(whole - half) <= 1e-3 * abs(whole):
-        words = "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)"
-        raise fail(full(LOSS), actor.policy_loss.loss_mode, words)
+        raise fail(
+            full(LOSS),
+            actor.policy_loss.loss_mode,
+            "a loss that uses rollout_is_weights; this one ignores them (partial_rollout.correction=none allows it)",
+        )
 
 
 def _loss_of(actor: DictConfig, weight: float) -> float:
@@ -141,14 +147,9 @@ def _check_reward(config: DictConfig) -> None:
         words = f"a file with the function {given.get('name')} ({_REWARD}.name)"
         function = _load(config, f"{_REWARD}.path", words, lambda: get_custom_reward_fn(config)).args[0]
         arguments = (*_ARGUMENTS, *(_MODEL_ARGUMENTS if at(config, _MODEL) else ()))
-        call = dict.fromkeys(arguments) | dict(given.get("reward_kwargs") or {})
         # Raises TypeError if a call as verl's managers make it would not fit.
-        _load(
-            config,
-            f"{_REWARD}.name",
-            f"a function of {', '.join(arguments)}",
-            lambda: inspect.signature(function).bind(**call),
-        )
+        with refusing(f"{_REWARD}.name", given.get("name"), f"a function of {', '.join(arguments)}"):
+            inspect.signature(function).bind(**dict.fromkeys(arguments) | dict(given.get("reward_kwargs") or {}))
 
 
 def agent_loops(config: DictConfig) -> set[str]:
@@ -158,14 +159,8 @@ def agent_loops(config: DictConfig) -> set[str]:
         ConfigError: the file that names them, or one of them, does not load.
     """
     path = at(config, _LOOPS)
-    if not path:
-        return set(_agent_loop_registry)
-    words = "a YAML list of agent loops, each with its name and a _target_ that loads"
-    named = _load(config, _LOOPS, words, lambda: _loops_of(str(path)))
+    with refusing(full(_LOOPS), path, "a YAML list of agent loops, each with its name and a _target_ that loads"):
+        listed: Any = OmegaConf.load(resolve_config_path(path)) if path else []
+        named = {str(loop["name"]): get_class(loop["_target_"]) for loop in listed}
     # Their modules may have registered others.
     return {*named, *_agent_loop_registry}
-
-
-def _loops_of(path: str) -> dict[str, type]:
-    listed: Any = OmegaConf.load(resolve_config_path(path))
-    return {str(loop["name"]): get_class(loop["_target_"]) for loop in listed}

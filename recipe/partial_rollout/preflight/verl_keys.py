@@ -1,8 +1,7 @@
 """Check verl's keys: no key is misspelt or of an older verl, and each value has the type that verl declares.
 
 verl does not check this. It takes a word such as ``off`` for true; text for a number fails in a worker; a misspelt key of a
-config file changes nothing. Types come from the dataclasses that verl makes of its config, or else from the defaults in its
-files.
+config file changes nothing. A key that is not in ``VALUES`` has the type of verl's default: a flag, a number or a section.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import verl
 from hydra.utils import get_class
@@ -38,7 +36,6 @@ from recipe.partial_rollout.config.keys import (
     no_such,
 )
 from recipe.partial_rollout.config.settings import CONF_DIR, ROOT, PartialRolloutConfig
-from recipe.partial_rollout.preflight.rule import full
 
 _TARGET = "_target_"
 _OPEN = {
@@ -50,17 +47,9 @@ _OPEN = {
     "ray_kwargs.ray_init",
 }
 """nodes that take any key: code of the user's, the engine or Ray reads what they hold"""
-_Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-_Flag = Annotated[bool, Meta()]
-"""words such as ``off``, which the recipe's own flags may have, verl takes for true"""
-_Share = Annotated[float, Meta(gt=0, le=1)]
-_Unit = Annotated[float, Meta(ge=0, le=1)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 _NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
-_Kl = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
-]
-_Mean = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-_VALUES: dict[str, Any] = {
+VALUES: dict[str, Any] = {
     "trainer.project_name": str,
     "trainer.experiment_name": str,
     "trainer.default_local_dir": str,
@@ -69,68 +58,58 @@ _VALUES: dict[str, Any] = {
     "trainer.nnodes": FromOne,
     "trainer.n_gpus_per_node": FromOne,
     "trainer.total_epochs": FromOne,
+    "trainer.total_training_steps": FromOne | None,
+    "trainer.save_freq": int,
+    "trainer.test_freq": int,
+    "trainer.max_actor_ckpt_to_keep": int | None,
+    "trainer.max_critic_ckpt_to_keep": int | None,
     "trainer.resume_mode": Literal["auto", "disable", "resume_path"],
     "data.train_files": str | list[str],
     "data.val_files": str | list[str],
     "data.train_batch_size": FromOne,
+    "data.gen_batch_size": FromOne | None,
+    "data.val_batch_size": FromOne | None,
     "data.max_prompt_length": FromOne,
     "data.max_response_length": FromOne,
-    "algorithm.gamma": _Unit,
-    "algorithm.lam": _Unit,
-    "algorithm.kl_penalty": _Kl,
+    "data.dataloader_num_workers": Whole | None,
+    "data.seed": int | None,
+    "algorithm.gamma": _Share,
+    "algorithm.lam": _Share,
     "algorithm.kl_ctrl.type": Literal["fixed", "adaptive"],
     "algorithm.kl_ctrl.horizon": FromOne,
     "algorithm.kl_ctrl.target_kl": Positive,
     "reward.num_workers": FromOne,
-    "actor.strategy": Literal["fsdp", "fsdp2", "megatron"],
-    "actor.ppo_epochs": FromOne,
-    "actor.loss_agg_mode": _Mean,
-    "actor.kl_loss_type": _Kl,
-    "actor.optim.lr": _NotNegative,
-    "actor.optim.lr_scheduler_type": Literal["constant", "cosine"],
-    "rollout.mode": Literal["async"],
-    "rollout.n": FromOne,
-    "rollout.prompt_length": FromOne,
-    "rollout.response_length": FromOne,
-    "rollout.temperature": Positive,
-    "rollout.top_p": _Share,
-    "rollout.top_k": Annotated[int, Meta(ge=-1)],
-    "rollout.val_kwargs.n": FromOne,
-    "rollout.val_kwargs.temperature": _NotNegative,
-    "rollout.val_kwargs.top_p": _Share,
-    "rollout.val_kwargs.top_k": Annotated[int, Meta(ge=-1)],
-    "rollout.agent.num_workers": FromOne,
-    "rollout.tensor_model_parallel_size": FromOne,
-    "rollout.data_parallel_size": FromOne,
-    "rollout.pipeline_model_parallel_size": FromOne,
-    "rollout.max_num_seqs": FromOne,
-    "rollout.max_num_batched_tokens": FromOne,
-    "rollout.gpu_memory_utilization": _Share,
-    "rollout.scheduling_policy": Literal["fcfs", "priority"],
-}
-_OR_NULL: dict[str, Any] = {
-    "trainer.total_training_steps": FromOne,
-    "trainer.max_actor_ckpt_to_keep": int,
-    "trainer.max_critic_ckpt_to_keep": int,
-    "data.gen_batch_size": FromOne,
-    "data.val_batch_size": FromOne,
-    "data.dataloader_num_workers": Whole,
-    "data.seed": _Seed,
-    "actor.clip_ratio": _NotNegative,
-    "actor.clip_ratio_low": _NotNegative,
-    "actor.clip_ratio_high": _NotNegative,
-    "actor.clip_ratio_c": float,
+    "actor_rollout_ref.actor.strategy": Literal["fsdp", "fsdp2", "megatron"],
+    "actor_rollout_ref.actor.ppo_epochs": FromOne,
+    "actor_rollout_ref.actor.clip_ratio": _NotNegative | None,
+    "actor_rollout_ref.actor.clip_ratio_low": _NotNegative | None,
+    "actor_rollout_ref.actor.clip_ratio_high": _NotNegative | None,
+    "actor_rollout_ref.actor.clip_ratio_c": float | None,
+    "actor_rollout_ref.actor.optim.lr": _NotNegative,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": Literal["constant", "cosine"],
     # Adapters of scale 0 would train nothing.
-    "model.lora_alpha": FromOne,
-    "model.lora.alpha": FromOne,
-    "rollout.seed": _Seed,
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": FromOne,
+    "actor_rollout_ref.model.lora_alpha": FromOne | None,
+    "actor_rollout_ref.model.lora.alpha": FromOne | None,
+    "actor_rollout_ref.rollout.mode": Literal["async"],
+    "actor_rollout_ref.rollout.n": FromOne,
+    "actor_rollout_ref.rollout.seed": int | None,
+    "actor_rollout_ref.rollout.prompt_length": FromOne,
+    "actor_rollout_ref.rollout.response_length": FromOne,
+    "actor_rollout_ref.rollout.temperature": Positive,
+    "actor_rollout_ref.rollout.top_k": Annotated[int, Meta(ge=-1)],
+    "actor_rollout_ref.rollout.val_kwargs.n": FromOne,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": _NotNegative,
+    "actor_rollout_ref.rollout.val_kwargs.top_k": Annotated[int, Meta(ge=-1)],
+    "actor_rollout_ref.rollout.agent.num_workers": FromOne,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": FromOne,
+    "actor_rollout_ref.rollout.data_parallel_size": FromOne,
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": FromOne,
+    "actor_rollout_ref.rollout.max_num_seqs": FromOne,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": FromOne,
+    "actor_rollout_ref.rollout.scheduling_policy": Literal["fcfs", "priority"],
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": FromOne | None,
 }
-VALUES = {
-    full(key): Key(default=None, words="", kind=kind, null="" if key in _OR_NULL else None)
-    for key, kind in (_VALUES | _OR_NULL).items()
-}
-"""values of verl's keys that would silently train something else, or that everybody meets in the first hour"""
+"""types of verl's keys whose wrong values would silently train something else, or that everybody meets in the first hour"""
 _MOVED = {
     "custom_reward_function": "reads reward.custom_reward_function instead",
     "sandbox_fusion": "reads reward.sandbox_fusion instead",
@@ -169,18 +148,16 @@ def _declared() -> dict[str, Any]:
     return merged
 
 
-def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | None = None, kind: Any = None) -> None:
+def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | None = None) -> None:
     """Refuse the first mistake in ``node``.
 
     Args:
         known: verl's defaults of the node.
         path: of the node, with a dot at its end.
         free: beginning of keys that the user's own code may read.
-        kind: type of the node, as annotated in the dataclass around it.
     """
     known = known if isinstance(known, Mapping) else {}
-    hints = _hints(node.get(_TARGET) or kind)
-    names = {*known, *hints}
+    names = [*known, *(_fields(node[_TARGET]) if _TARGET in node else ())]
     for name, value in node.items():
         at, default = f"{path}{name}", known.get(name)
         if at in _OPEN or name == _TARGET:
@@ -192,36 +169,24 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
         own = free and at.startswith(free)
         if name not in names and not own and (near := get_close_matches(str(name), names, 1, _ALIKE)):
             raise fail(at, value, f"no such key; did you mean {path}{near[0]}?")
-        if declared := VALUES.get(at) or _key_of(hints.get(name), default):
-            checked(at, value, declared)
+        if kind := VALUES.get(at) or _number(default):
+            checked(at, value, Key(default=None, words="", kind=kind))
         elif isinstance(default, Mapping | list) and not isinstance(value, type(default) | None):
-            raise fail(at, value, _shape(at, default))
+            raise fail(at, value, "a list" if isinstance(default, list) else "a section of keys")
         elif isinstance(value, Mapping):
-            _check(value, default, f"{at}.", free=free, kind=hints.get(name))
+            _check(value, default, f"{at}.", free=free)
 
 
-def _key_of(hint: Any, default: Any) -> Key | None:
-    """A flag or number as verl declares it, by its dataclass's ``hint`` or its file's ``default``; None: another kind."""
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint or type(default)}
-    null = "" if NoneType in kinds or default is None else None
-    numbers = kinds - {NoneType}
-    if not numbers or not (numbers == {bool} or numbers <= {int, float}):
-        return None
-    return Key(default=None, words="", kind=_Flag if bool in numbers else float if float in numbers else int, null=null)
+def _fields(target: str) -> list[str]:
+    """Fields of a dataclass of verl's: more than its file of defaults has."""
+    return [field.name for field in fields(get_class(target))]
 
 
-def _shape(path: str, default: Mapping[str, Any] | list[Any]) -> str:
-    if isinstance(default, list):
-        return f"a list such as {default}"
-    return f"a section of keys such as {path}.{next((name for name in default if name != _TARGET), 'KEY')}"
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """Annotations of a dataclass of verl's, of its name, or of what may be one; none of anything else."""
-    if isinstance(kind, str):
-        kind = get_class(kind)
-    return next((get_type_hints(each) for each in (kind, *get_args(kind)) if is_dataclass(each)), {})
+def _number(default: Any) -> Any:
+    """The kind of verl's ``default`` if that is a flag or a number; a number may be null, which verl takes for most."""
+    if isinstance(default, bool):
+        return bool
+    return float | None if isinstance(default, int | float) else None
 
 
 # -- what hydra and OmegaConf say ----------------------------------------------------------------------------------------
@@ -235,7 +200,7 @@ def of_hydra(error: Exception) -> ConfigError:
     key, given = found.groups()
     ours = [f"{ROOT}.{declared.name}" for declared in declarations(PartialRolloutConfig)]
     names = ours if key.startswith(f"{ROOT}.") else [path for path, _ in leaves(_declared())]
-    return fail(key, given, no_such(key, names, "", otherwise=LISTED if names is ours else f"; +{key}={given} adds it"))
+    return fail(key, given, no_such(key, names, "", LISTED if names is ours else f"; +{key}={given} adds it"))
 
 
 def resolved(config: DictConfig) -> DictConfig:
