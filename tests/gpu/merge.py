@@ -109,7 +109,7 @@ def accept(figures: list[Figure]) -> Table:
 
 def newest(figures: list[Figure]) -> Table:
     """A row a release."""
-    rows = [[each["vllm"], str(each.get("refused") or each.get("error") or f"step {each['step']}")] for each in figures]
+    rows = [[each["vllm"], each.get("refused") or f"step {each['step']}"] for each in figures]
     return Table("Releases of vLLM", ["vLLM", "what came of it"], rows)
 
 
