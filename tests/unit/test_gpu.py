@@ -12,7 +12,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from recipe.partial_rollout.tasks.trace_task.prepare import response_budgets, write_model
 from recipe.partial_rollout.training.loss import masked_parts
-from tests.gpu import counting, figures, judged, pack
+from tests.gpu import counting, figures, judged, pack, parts
 from tests.gpu.cubins import keep_architecture
 
 
