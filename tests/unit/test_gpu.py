@@ -9,22 +9,10 @@ import torch
 from transformers import AutoTokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
-from recipe.partial_rollout.tasks.trace_task.prepare import response_budgets, write_model
+from recipe.partial_rollout.tasks.trace_task.prepare import write_model
 from recipe.partial_rollout.training.loss import masked_parts
 from tests.gpu import counting, figures, judged, pack, parts
 from tests.gpu.cubins import keep_architecture
-
-
-def test_median_at_the_cap_is_refused(tmp_path, capsys):
-    assert prepare(["--out", str(tmp_path), "--median", "10", "--cap", "10"]) == 2
-    assert capsys.readouterr().err == "--median=10: below --cap=10\n"
-
-
-def test_sigma_lengthens_the_tail_and_keeps_the_median():
-    short, long = (sorted(response_budgets(999, 1000, sigma, 16_384, seed=0)) for sigma in (0.6, 1.2))
-    assert 900 < short[499] < 1100 and 900 < long[499] < 1100
-    assert long[970] > 2 * short[970] and max(long) <= 16_384
 
 
 def test_the_random_model_speaks_verls_qwen3_turns(tmp_path):

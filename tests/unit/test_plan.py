@@ -1,6 +1,5 @@
 """The model of the engine, and the simulations, against figures worked out by hand and the recipe's promises; ``plan``."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Forecast, Simulation, forecast
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.studies import schedules
 from tests.studies.replay import TOLERANCE
 from tests.unit.runs import build_group, build_round, build_run, interrupted_run, separate_run
 from tests.unit.shared import settings_of
@@ -179,15 +177,6 @@ def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(cap
     out = capsys.readouterr().out
     assert f"engine curve: fitted to the engine calls of {SMOLLM}" in out and "ASSUMED" not in out
     assert " of noPR's step time; it is the largest" in out
-
-
-def test_schedules_reports_relative_time_and_length_bias_of_each_schedule(capsys):
-    arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--rounds", "4", "--overlaps", "1"]
-    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "1"]) == 0
-    kept, overtaken = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (kept["overtake"], overtaken["overtake"]) == (0, 1)
-    assert overtaken["first_length"] < kept["first_length"] == 1, "what a limit on overtaking costs in bias"
-    assert overtaken["rollout"] < kept["rollout"] < 1
 
 
 def options(times):

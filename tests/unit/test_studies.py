@@ -1,15 +1,12 @@
 """The studies: their arms compose, a run is trained once and as asked, and figures are those worked out by hand."""
 
-import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight.rules import check_rules
-from tests.studies.__main__ import main as run_study
 from tests.studies.arm import BASELINE, Arm
 from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.learning.campaign import Campaign
@@ -109,28 +106,6 @@ def test_a_run_in_the_ledger_is_read_from_its_metrics_and_not_trained_again(tmp_
     assert (run.staleness_mean, run.staleness_max, run.series["k3_kl"]) == (1.0, 6, ())
 
 
-def test_runs_share_engines_unless_something_is_made_from_what_differs(composed_config, tmp_path):
-    from recipe.partial_rollout.main_ppo import wire
-    from tests.studies.warm import parts_of
-
-    def parts(name, *overrides, seed=1):
-        (arm,) = at_rates((name,), RATE)
-        study = Study(tmp_path, (arm,), (seed,), STEPS, "quickstart_cpu", (*COMMON, *overrides))
-        config = composed(study, arm, composed_config, seed)
-        wire(config)
-        return parts_of(config)
-
-    ours = parts("PR_bounded_1.5")
-    assert ours == parts("PR_overtake_0_2_mask", "partial_rollout.max_staleness=2", seed=2)
-    for other in ("noPR", "PR_bounded_1.5_recompute", "PR_delayed_8_mask"):
-        assert ours != parts(other), other
-    assert ours != parts("PR_bounded_1.5", "actor_rollout_ref.rollout.max_num_seqs=64")
-    with pytest.raises(ConfigError, match="without critic only"):
-        parts("PR_bounded_1.5", "critic.enable=True")
-    with pytest.raises(ConfigError, match="without devices of their own only"):
-        parts("PR_eta_4")
-
-
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
@@ -195,29 +170,3 @@ def test_areals_table_has_a_row_an_eta_and_says_what_has_not_run():
     assert rows["8"] == [*none, "-0.600 ± 0.000", "2 of 2", "1.00", *none]
     assert rows["2"] == [*none, *none, "+0.000", "0 of 1", "1.00"]
     assert rows["16"] == none * 3 and rows["4, without interruption"][:3] == ["+0.000", "0 of 1", "1.00"]
-
-
-def write_peer(directory, *, rollout_s, **logged):
-    """A run of 4 samples a step, 100 tokens each."""
-    timers = {"timing_s/gen": rollout_s, "timing_s/step": 2 * rollout_s}
-    step = {**timers, "response_length/mean": 100.0, "critic/score/mean": 0.5, **logged}
-    last = {**step, "val-core/clock10/acc/mean@4": 0.75 + rollout_s / 8}
-    write_training(directory, *[step] * 7, last, batch_groups=2, samples_per_group=2)
-
-
-def test_report_on_peers_is_written_from_complete_runs(tmp_path, capsys):
-    worst = "training/off_policy/trajectory_staleness_worst"
-    theirs = {f"{worst}/mean": 2.0, f"{worst}/max": 4.0, "training/off_policy/evicted_samples": 1}
-    ours = {f"partial_rollout/staleness/{name}": value for name, value in {"mean": 1.0, "p95": 1.0, "max": 2.0}.items()}
-    for repeat in (1, 2):
-        write_peer(tmp_path / "noPR" / f"seed_{repeat}", rollout_s=1.0)
-        write_peer(tmp_path / "v1_colocate_async" / f"seed_{repeat}", rollout_s=0.8, **theirs)
-        write_peer(tmp_path / "PR_bounded" / f"seed_{repeat}", rollout_s=0.5, **ours)
-    command = ["peers", "--out", str(tmp_path), "--report-only", "--repeats", "2", "--steps", "8"]
-    assert run_study(command) == 0
-    text = (tmp_path / "peers.md").read_text()
-    assert "| PR, bounded | 2500 | 0.50 (0.50 to 0.50) | 50% |" in text
-    assert "| 2.00 | - | 4 | - | 8 |" in text, "what verl does not log, and a sample dropped in each step"
-    rows = json.loads((tmp_path / "peers.json").read_text(), parse_constant=pytest.fail)
-    assert {row["arm"] for row in rows} == {"noPR", "v1_colocate_async", "PR_bounded"}
-    assert (tmp_path / "peers.png").stat().st_size > 5_000 and "Peers" in capsys.readouterr().out

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, preflight
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.tools.__main__ import main as tools
 from recipe.partial_rollout.tools.check import machine
 from verl_ext import command
 
@@ -72,21 +71,6 @@ def test_script_runs_ours_beside_other_recipes_unless_their_package_hides_it(scr
     (tmp_path / "recipe" / "__init__.py").touch()
     line = refusal(python(script, "tools", "audit", cwd=tmp_path))
     assert f"a Ray worker would import recipe from {tmp_path}/recipe, not from {OURS}" in line
-
-
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        (["/a/bin/partial-rollout", "audit"], "partial-rollout audit"),
-        (["/a/tools/__main__.py"], "python -m recipe.partial_rollout.tools audit"),
-    ],
-)
-def test_help_of_a_tool_names_it_as_it_was_typed(monkeypatch, capsys, typed, name):
-    monkeypatch.setattr(sys, "argv", typed)
-    with pytest.raises(SystemExit) as caught:
-        tools(["audit", "--help"])
-    said = capsys.readouterr().out
-    assert caught.value.code == 0 and said.startswith(f"usage: {name}") and f"  {name}" in said
 
 
 def test_help_of_train_says_what_is_ours_before_what_is_hydras(monkeypatch, capsys):
