@@ -2,16 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from recipe.partial_rollout.records.figures import FIGURES, SECTION
-
-ROOT = Path(__file__).resolve().parents[2]
+from recipe.partial_rollout.tools.report.command import main as report
 
 # Two trainings, one after the other, in a fixture.
 pytestmark = pytest.mark.timeout(1200)
@@ -128,18 +125,13 @@ def test_decoupled_loss_is_on_under_partial_rollout_only(arms):
 
 
 def test_report_compares_the_arms_at_equal_work(arms, tmp_path):
-    command = [sys.executable, "-m", "recipe.partial_rollout.tools", "report"]
-    directories = [str(arms[arm].directory) for arm in ("noPR", "PR")]
-    done = subprocess.run(
-        [*command, *directories, "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    runs = report["runs"]
+    assert report([str(arms[arm].directory) for arm in ("noPR", "PR")] + ["--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "report.json").read_text())
+    runs = made["runs"]
     for arm in ("noPR", "PR"):
         assert runs[arm]["trained_groups"] == 24 and runs[arm]["lost_samples"] == 0
     assert runs["PR"]["staleness"]["max"] <= 3 and runs["noPR"]["staleness"]["max"] == 0
-    assert report["against_base"]["PR"]["ratios"]["rollout_s_per_trained_token"] > 0
+    assert made["against_base"]["PR"]["ratios"]["rollout_s_per_trained_token"] > 0
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
