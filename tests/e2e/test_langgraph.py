@@ -13,22 +13,11 @@ from recipe.partial_rollout.tools.audit import audit
 from tests.chaos.victim import processes_of_session
 
 HERE = Path(__file__).parent
-PACKAGES = [
-    "langgraph==1.2.22",
-    "langgraph-checkpoint==4.3.2",
-    "langgraph-prebuilt==1.1.2",
-    "langgraph-sdk==0.4.14",
-    "langchain-core==1.8.1",
-    "langchain-protocol==0.0.20",
-    "langsmith==0.14.17",
-    "ormsgpack==1.13.1",
-    "jsonpatch==1.47",
-    "jsonpointer==3.12",
-    "tenacity==9.2.1",
-    "uuid-utils==1.2.0",
-    "requests-toolbelt==1.0.0",
-    "zstandard==0.25.0",
-]
+PACKAGES = (
+    "langgraph==1.2.22 langgraph-checkpoint==4.3.2 langgraph-prebuilt==1.1.2 langgraph-sdk==0.4.14 langchain-core==1.8.1 "
+    "langchain-protocol==0.0.20 langsmith==0.14.17 ormsgpack==1.13.1 jsonpatch==1.47 jsonpointer==3.12 tenacity==9.2.1 "
+    "uuid-utils==1.2.0 requests-toolbelt==1.0.0 zstandard==0.25.0"
+)
 """langgraph, and what of its dependencies verl and vLLM do not bring"""
 STEPS = 4
 
@@ -42,7 +31,7 @@ def paths(tmp_path_factory):
     if find_spec("langgraph") is None:
         paths.append(str(tmp_path_factory.mktemp("site")))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", paths[-1]]
-        subprocess.run([*pip, *PACKAGES], check=True, timeout=300)
+        subprocess.run([*pip, *PACKAGES.split()], check=True, timeout=300)
     return ":".join(paths)
 
 
