@@ -79,13 +79,12 @@ def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
     [
         (EngineCurve(2e-3, 1e-4), {"rounds": 2, "samples": 64}),
         (EngineCurve(3e-3, 1e-4, context_s=2e-7), {"rounds": 8, "samples": 48, "most_context": 800}),
-        (EngineCurve(2e-3, 1e-4, prefill_s=5e-5), {"rounds": 48, "samples": 8, "most_context": 2000}),
     ],
 )
 def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve, load):
     calls = played(curve, **load)
     found = fit(calls)
-    for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8), ("prefill_s", 1e-6)):
+    for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8)):
         assert getattr(found, name) == pytest.approx(getattr(curve, name), rel=0.1, abs=least), name
     # Had the calls waited in the engine's queue before, it would have run no sample more.
     queued = [structs.replace(each, start=each.start - 3.0, queued_s=3.0) for each in calls]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.segments import in_slots
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.unit.runs import ZERO, build_run, default_rounds, interrupted_run
+from tests.unit.runs import ZERO, build_run, interrupted_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -36,14 +36,10 @@ def column(text, kind):
 
 
 def test_page_opens_with_the_result_and_loads_nothing(tmp_path):
-    rounds = default_rounds(steps=8)
-    slow = {step: {"timing_s/step": 20.0, "timing_s/gen": 5.0 if step < 7 else 7.0} for step in range(1, 9)}
-    base = build_run(tmp_path / "a", rounds=rounds)
-    runs = base, build_run(tmp_path / "b", arm="PR", rounds=rounds, metrics=slow)
-    page = report(tmp_path, *runs)
+    faster = {step: {"timing_s/step": 20.0, "timing_s/gen": 5.0} for step in (1, 2)}
+    page = report(tmp_path, build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR", metrics=faster))
     first = re.sub("<.*?>", "", page[page.index("</h1>") :]).strip().splitlines()[0]
-    assert "PR took 0.56 of noPR&#39;s rollout time" in first
-    assert "By quarters of the run, PR took 0.50 to 0.70 of noPR&#39;s rollout time." in page
+    assert "PR took 0.50 of noPR&#39;s rollout time" in first
     for link in ("http:", "https:", "<link", "@import", "url(", "import("):
         assert link not in page, link
     assert re.findall(r'src="(.{5})', page) == ["data:"]
