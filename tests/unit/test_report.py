@@ -169,14 +169,6 @@ def test_headline_leaves_out_the_step_whose_engines_start_cold(tmp_path, steps):
     )
 
 
-def test_first_step_after_a_resume_is_cold_too(tmp_path):
-    rounds = default_rounds(steps=4)
-    for cold in (rounds[0], rounds[2]):
-        cold["phase"]["end"] += 500
-    rounds.insert(2, begun(resumed=2))
-    assert summary_of(build_run(tmp_path / "a", rounds=rounds)).rollout_s_per_trained_token == pytest.approx(10 / 400)
-
-
 def test_unequal_work_is_flagged_in_words(tmp_path):
     rounds = default_rounds()
     rounds[1]["trained"] = [build_group(0, [100, 100])]
@@ -225,16 +217,15 @@ def test_unlike_settings_an_unfinished_run_drift_and_lost_samples_are_warned_of(
 # -- records that are damaged, cut off or of a run that was resumed ------------------------------------------------------
 
 
-def test_torn_lines_of_killed_processes_are_left_out(tmp_path):
-    path = build_run(tmp_path / "a", metrics={0: {"val-aux/x": None}})
-    first, rest = (path / "run.jsonl").read_text().split("\n", 1)
-    (path / "run.jsonl").write_text(f'{first}\n{{"event":"rou\n{first}\n{rest}')
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "da')
-    run = load_run(path)
-    assert [step.number for step in run.steps] == [1, 2]
-    in_log, in_metrics = run.warnings
-    assert "run.jsonl line 2: torn" in in_log and "metrics.jsonl line 4: torn" in in_metrics
+def test_resumed_run_counts_the_last_attempt_at_a_step_and_starts_cold(tmp_path):
+    first, again = default_rounds(steps=3), default_rounds(steps=4)[1:]
+    for cold in (first[0], again[0]):
+        cold["phase"]["end"] += 500
+    again[1]["trained"] = [build_group(9, [200, 200])]
+    run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
+    assert [group.lengths for group in run.trained_groups][4:6] == [[200, 200], [100, 100]]
+    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
+    assert Summary(run).rollout_s_per_trained_token == pytest.approx(10 / 400)
 
 
 def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
@@ -243,15 +234,6 @@ def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
     assert any("2 steps (3 to 4) with a round but no timers" in warning for warning in run.warnings)
     with pytest.raises(RunRecordError, match="no step has both a round"):
         load_run(build_run(tmp_path / "b", metrics={1: None, 2: {"val-core/acc": 0.5}}))
-
-
-def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
-    first, again = default_rounds(steps=3), default_rounds(steps=3)[1:]
-    for r in again:
-        r["trained"] = [build_group(9, [7, 7])]
-    run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
-    assert [group.lengths for group in run.trained_groups] == [[100, 100], [100, 100], [7, 7], [7, 7]]
-    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])
