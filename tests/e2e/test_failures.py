@@ -179,7 +179,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     assert when is in_mid_round or min(tokens) > 0.25 * sum(tokens) > 0, "each successor decodes its share"
 
 
-def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path):
+def test_training_that_is_killed_twice_loses_nothing(task, count_start, tmp_path):
     arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
     arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
     overrides = [f"quickstart.dir={task}", "trainer.logger=[file]"]

@@ -121,7 +121,7 @@ def test_greedy_responses_are_the_same_however_often_the_engine_was_held(held, k
         assert output.stop_reason == "completed"
 
 
-def test_tokens_before_the_mark_are_of_the_old_weights_and_those_after_it_of_the_new(held):
+def test_tokens_before_the_mark_are_of_the_old_weights_and_later_ones_new(held):
     for output, old, new in zip(held.weights.outputs, held.weights.old, held.weights.new, strict=True):
         ((tokens, version),) = output.extra_fields["version_marks"]
         assert version == 0 and RESPONSE / 4 < tokens < RESPONSE

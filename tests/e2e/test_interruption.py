@@ -127,7 +127,7 @@ def test_queued_requests_come_back_at_once_without_a_token(interruptions, which)
     assert min(queued_s[0]) >= 0 and max(queued_s[0]) < max(queued_s[1])
 
 
-def test_every_end_token_of_the_model_ends_a_resumed_sample_but_not_before_its_least_tokens(interruptions):
+def test_every_end_token_ends_a_resumed_sample_after_its_least_tokens(interruptions):
     assert any(before and after for before, after in interruptions.ended)
     for before, after in interruptions.ended:
         tokens = before + after

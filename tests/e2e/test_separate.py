@@ -99,7 +99,7 @@ def test_samples_span_versions_and_only_a_checkpoint_interrupts_calls(lives):
     assert all(any(start <= end <= stop + 1 for start, stop in spans(lives, "flush")) for end in cut)
 
 
-def test_behaviour_log_probs_of_interrupted_and_held_samples_are_the_engines_own(lives):
+def test_log_probs_of_interrupted_and_held_samples_are_the_engines_own(lives):
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in lives.run.steps.values())
     assert any(step["partial_rollout/off_policy_token_fraction"] > 0 for step in lives.steps.values())
 

@@ -76,9 +76,7 @@ def run_text(command, folder):
         kill_session(process)
 
 
-def test_own_job_trains_its_own_loop_rows_and_reward_and_its_weights_load_elsewhere(
-    commands, count_start, read_run, tmp_path
-):
+def test_own_job_trains_its_own_loop_and_its_weights_load_elsewhere(commands, count_start, read_run, tmp_path):
     train, export = commands
     count_start()
     run_text(train, tmp_path)

@@ -30,7 +30,7 @@ RUN = (
 )
 
 
-def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_after_a_trainers_node_died(
+def test_training_over_two_nodes_outlives_a_worker_an_engine_and_a_node(
     start, start_node, wait_for, tmp_path, monkeypatch
 ):
     """Two nodes with a trainer, a replica, an agent-loop and a reward worker each; a third without a device or a trainer.

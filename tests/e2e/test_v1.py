@@ -52,7 +52,7 @@ def lives(module_start, wait_for, read_run, tmp_path_factory):
     return code, stopped.terminal(), read_run(run_dir)
 
 
-def test_killed_stopped_and_resumed_by_either_command_it_trains_every_prompt_once(lives):
+def test_killed_stopped_and_resumed_it_trains_every_prompt_once(lives):
     _, _, run = lives
     # The kill came between the checkpoint of step 2 and its line of metrics.
     assert {1, 3, 4, 5, 6} <= set(run.steps) and run.run["complete"]
@@ -76,14 +76,14 @@ def test_validation_is_logged_with_its_step(lives):
     assert validated >= {1, 3, 5, 6}
 
 
-def test_checkpoint_has_the_managers_state_and_nothing_of_the_queue_or_verls_loader(lives):
+def test_checkpoint_has_nothing_of_the_queue_or_verls_loader(lives):
     _, _, run = lives
     for checkpoint in run.directory.glob("global_step_*"):
         assert not (checkpoint / "transfer_queue").exists()
         assert torch.load(checkpoint / "data.pt", weights_only=False) == {}
 
 
-def test_separate_engines_and_dynamic_sampling_that_consumes_the_data_end_in_a_clean_run(module_train):
+def test_separate_engines_and_dynamic_sampling_end_in_a_clean_run(module_train):
     run = module_train(
         *SMALL,
         "partial_rollout.placement=separate",

@@ -112,7 +112,7 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
     assert_soon(lambda: ray.get(actor.__ray_call__.remote(objects_known)) == before)
 
 
-def test_checkpoint_brings_outputs_back_and_those_lost_with_the_manager_are_named(start, tmp_path):
+def test_checkpoint_brings_outputs_back_and_lost_ones_are_named(start, tmp_path):
     path = str(tmp_path / "manager.snapshot")
     actor = start()
     finish_all(actor, LARGE)

@@ -40,7 +40,7 @@ def run_all(replica):
     return ends
 
 
-def test_replica_decodes_by_its_curve_and_prefills_a_context_whose_blocks_were_not_kept():
+def test_replica_decodes_by_its_curve_and_prefills_what_was_not_kept():
     replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.5))
     for name, length in (("a", 2), ("b", 5)):
         replica.add(Decoding(name, 10, length))
@@ -160,7 +160,7 @@ def test_plan_from_a_distribution_calls_a_preset_and_a_given_curve_assumed(capsy
         assert "rollout / noPR" in out and "step / noPR" not in out
 
 
-def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(capsys):
+def test_plan_of_a_run_forecasts_what_its_pr_run_measured(capsys):
     """tests/studies/results/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
     record = load_run(SMOLLM)
     settings, cluster, lengths, _ = plan.inputs(plan.parser().parse_args(["--run", str(SMOLLM)]), record)
@@ -184,7 +184,7 @@ def options(times):
     return [Option(overlap, Forecast(1.0, 1.0, overlap, 2 * overlap), time, time) for overlap, time in made.items()]
 
 
-def test_smallest_overlap_that_no_tested_one_beats_by_much_is_recommended_at_its_price():
+def test_smallest_overlap_that_no_tested_one_beats_by_much_is_recommended():
     said = advice(options({0.5: 0.8, 1.0: 0.62, 1.5: 0.6, 3.0: 0.3}), 8)
     assert said.startswith(
         "recommended: partial_rollout.overlap=1, max_staleness=8: 0.62 of noPR's step time; a larger "

@@ -117,7 +117,7 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch):
     assert f"reasoning_gym is not installed: `{INSTALL_REASONING_GYM}` brings it" in capsys.readouterr().err
 
 
-def test_task_of_the_recipes_names_the_reward_and_the_package_that_it_needs(composed_config, monkeypatch):
+def test_task_of_the_recipes_names_its_reward_and_its_package(composed_config, monkeypatch):
     config = composed_config("recipe", "task=reasoning_gym")
     OmegaConf.resolve(config)
     reward = config.reward.custom_reward_function

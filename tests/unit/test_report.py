@@ -142,7 +142,7 @@ def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr_under_names_that_tell_them_apart(tmp_path, capsys):
+def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path, capsys):
     arms = {"pr_1": {"arm": "PR", "step_s": 15.0}, "plain": {}, "pr_2": {"arm": "PR"}}
     runs = [str(build_run(tmp_path / name / "seed_1", **settings)) for name, settings in arms.items()]
     assert main([*runs, "--out", str(tmp_path / "out")]) == 0
@@ -185,7 +185,7 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 
 
-def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp_path):
+def test_order_of_training_and_a_prompt_in_two_epochs_leave_work_equal(tmp_path):
     rounds = default_rounds()
     rounds[0]["trained"], rounds[1]["trained"] = rounds[1]["trained"], rounds[0]["trained"]
     assert compared(tmp_path / "order", other={"rounds": rounds}).others[0].differences == []
@@ -195,7 +195,7 @@ def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp
     assert compared(tmp_path / "epochs", **both).others[0].differences == []
 
 
-def test_unlike_settings_an_unfinished_run_drift_and_lost_samples_are_warned_of(tmp_path):
+def test_unlike_settings_unfinished_runs_drift_and_losses_are_warned_of(tmp_path):
     kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
     timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
     drifts = {step: {**timers, "rollout_corr/k3_kl": value} for step, value in enumerate(kl, 1)}

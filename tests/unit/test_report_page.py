@@ -79,7 +79,7 @@ def test_slots_are_as_few_as_keep_calls_apart(spans):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-def test_hover_in_chromium_shows_a_sample_with_its_segments_and_interruptions(tmp_path):
+def test_hover_in_chromium_shows_the_segments_of_a_sample(tmp_path):
     hover = """
     const timeline = shown.timelines[0], canvas = timeline.canvas, box = canvas.getBoundingClientRect();
     const call = timeline.interrupted.indexOf(1), lane = timeline.lane[call];

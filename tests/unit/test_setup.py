@@ -164,7 +164,7 @@ def quickstart(tmp_path):
     return call
 
 
-def test_each_earlier_run_is_kept_beside_the_new_one_and_a_mistake_touches_none(quickstart, tmp_path):
+def test_earlier_runs_are_kept_and_a_mistake_starts_none(quickstart, tmp_path):
     # A mistake that concerns partial rollout alone is told before the other arm is trained, too.
     for arguments, expected in ((["partial_rollout.max_stalenes=2"], 2), (["only_nopr=1"], 2), (["--help"], 0)):
         code, calls = quickstart(*arguments)

@@ -52,7 +52,7 @@ def test_every_arm_composes_and_passes_the_recipes_checks(composed_config, tmp_p
             assert trainer.v1.trainer_mode == "separate_async" and trainer.v1.separate_async.parameter_sync_step == 1
 
 
-def test_complete_run_is_not_trained_again_nor_taken_for_one_with_other_overrides(tmp_path, monkeypatch):
+def test_complete_run_is_not_trained_again_nor_taken_for_another(tmp_path, monkeypatch):
     def train(command, **_):
         if "recipe.partial_rollout.main_ppo" in command:
             found = next(word for word in command if word.startswith("trainer.default_local_dir="))

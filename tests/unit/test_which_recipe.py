@@ -64,7 +64,7 @@ def test_script_refuses_a_foreign_checkout_around_it_and_on_pythonpath(foreign, 
     assert done.stdout.strip().endswith("verl.trainer.constants_ppo"), done.stderr
 
 
-def test_script_runs_ours_beside_other_recipes_unless_their_package_hides_it(script, tmp_path):
+def test_script_runs_beside_other_recipes_unless_their_package_hides_it(script, tmp_path):
     (tmp_path / "recipe" / "dapo").mkdir(parents=True)
     done = python(script, "tools", "--help", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("usage: partial-rollout tools"), done.stderr
@@ -85,7 +85,7 @@ def test_help_of_train_says_what_is_ours_before_what_is_hydras(monkeypatch, caps
     assert said.index("--check ") < said.index("groups (GROUP=NAME)") < said.index("--hydra-help")
 
 
-def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
+def test_trainer_and_check_refuse_where_ray_workers_would_import_theirs(foreign, monkeypatch):
     monkeypatch.chdir(foreign)
     said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
     with pytest.raises(ConfigError, match=f"^{said}"):
