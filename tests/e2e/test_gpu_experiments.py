@@ -65,7 +65,6 @@ def test_update_is_timed_and_a_variant_that_fails_is_a_figure(run):
     figures = run("update")
     (packed,) = (figure for figure in figures if figure.get("median"))
     assert packed["variant"] == "packed" and 0 < packed["pass_mfu"] < 1 and 0 < packed["update_mfu"] < 1
-    assert sum(packed["kernel_shares"].values()) == pytest.approx(1, abs=0.01)
     (liger,) = (figure for figure in figures if figure["variant"] == "packed, liger")
     assert "liger_kernel" in liger["error"]
 
