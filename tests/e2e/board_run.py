@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import defaults_of
@@ -19,46 +18,33 @@ from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run
 from verl_ext.tracking_observer import observed_tracking
 
+NAMES = (
+    "critic/score/mean",
+    "rollout_corr/k3_kl",
+    "timing_s/step",
+    "timing_s/gen",
+    "partial_rollout/rollout/bubble_fraction",
+    "partial_rollout/rollout/tokens_per_s",
+    "actor/entropy",
+)
+OF_PR = ("staleness/mean", "staleness/max", "off_policy_token_fraction", "length/bias")
 
-def round_of(rng, step, partial):
-    """64 responses with a long tail on two replicas; under PR the longest tenth is cut off."""
-    lengths = np.minimum(rng.lognormal(6.2, 0.9, 64), 6000)
-    cap = np.quantile(lengths, 0.9) if partial else lengths.max()
-    calls = tuple(
-        EngineCall(i % 2, 0.0, min(length, cap) / 60, int(min(length, cap)), step, interrupted=bool(length > cap))
-        for i, length in enumerate(lengths)
-    )
-    tokens, zeros = [int(length) for length in lengths], [0] * 64
+
+def round_of(step):
+    """64 responses on two replicas."""
+    lengths, zeros = [100 * i for i in range(1, 65)], [0] * 64
+    calls = tuple(EngineCall(i % 2, 0.0, length / 60, length, step) for i, length in enumerate(lengths))
     group = TrainedGroup(
-        uid="0/0", order=0, prompt="", lengths=tokens, staleness=zeros, segments=zeros, tokens=sum(tokens)
+        uid="0/0", order=0, prompt="", lengths=lengths, staleness=zeros, segments=zeros, tokens=sum(lengths)
     )
-    return Round(step=step, phase=RolloutPhase(0.0, float(cap / 60), calls), trained=[group])
+    return Round(step=step, phase=RolloutPhase(0.0, lengths[-1] / 60, calls), trained=[group])
 
 
-def metrics_of(rng, round_, partial):
+def metrics_of(step, partial):
     """What verl and the recipe log of a step."""
-    seconds, tokens = round_.phase.seconds, round_.phase.decoded_tokens
-    sections = ("actor", "critic", "response_length", "perf", "partial_rollout/buffer")
-    data = {f"{name}/figure_{i}": float(rng.random()) for name in sections for i in range(8)}
-    data |= {
-        "training/global_step": round_.step,
-        "critic/score/mean": float(rng.random()),
-        "rollout_corr/k3_kl": float(rng.random()) * 1e-4,
-        "timing_s/step": seconds + 30,
-        "timing_s/gen": seconds,
-        "partial_rollout/rollout/bubble_fraction": max(0.0, 1 - tokens / seconds / 2880),
-        "partial_rollout/rollout/tokens_per_s": tokens / seconds,
-    }
-    if round_.step % 3 == 0:
-        data["val-core/made_up/acc/mean@4"] = 0.9 - 0.6 * np.exp(-round_.step / 12) + float(rng.normal(0, 0.01))
-    if partial:
-        data |= {
-            "partial_rollout/staleness/mean": 0.8 + float(rng.normal(0, 0.1)),
-            "partial_rollout/staleness/max": 3,
-            "partial_rollout/off_policy_token_fraction": 0.3 + float(rng.normal(0, 0.03)),
-            "partial_rollout/length/bias": 1 + float(rng.normal(0, 0.1)),
-        }
-    return data
+    names = [*NAMES, *(f"partial_rollout/{name}" for name in OF_PR if partial)]
+    validated = {"val-core/made_up/acc/mean@4": 0.5} if step % 3 == 0 else {}
+    return {"training/global_step": step, **dict.fromkeys(names, step / 100), **validated}
 
 
 def main(arm, directory, first, last, branch):
@@ -73,7 +59,7 @@ def main(arm, directory, first, last, branch):
             "actor_rollout_ref": {"rollout": {"n": 8}},
         }
     )
-    log, rng = StepLog(config, SimpleNamespace(enable=partial), last), np.random.default_rng(first)
+    log = StepLog(config, SimpleNamespace(enable=partial), last)
     log._sample = "-- one sample of step 1"
     open_run(config.trainer.logger, branch)
     with observed_tracking(lambda data, step: overview(data, partial=partial) | data):
@@ -84,9 +70,8 @@ def main(arm, directory, first, last, branch):
             # verl validates before the first step: it is the held-out reward that opens the section.
             tracking.log({"val-core/made_up/acc/mean@4": 0.3}, 0)
         for step in range(first, last + 1):
-            round_ = round_of(rng, step, partial)
-            tracking.log(metrics_of(rng, round_, partial), step)
-            log.close(step, round_)
+            tracking.log(metrics_of(step, partial), step)
+            log.close(step, round_of(step))
         tracking.finish()
 
 

@@ -39,7 +39,7 @@ if os.environ.get("VERL_PLATFORM") != "cpu":
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 TRAININGS = ("test_training.py", "test_separate.py", "test_algorithms.py", "test_tutorial.py")
 """files of every commit that train, the longest first: they begin, and what takes less fills both processes to the end"""
-MOST_STARTS = 8
+MOST_STARTS = 7
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
@@ -48,11 +48,18 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def count_start(pytestconfig):
+def shared(tmp_path_factory, worker_id):
+    """A folder that workers of pytest-xdist share."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own if worker_id == "master" else own.parent) / "shared"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def count_start(shared, pytestconfig):
     """Counts a training that is about to start; fails the test whose training is one too many for every commit."""
-    base = pytestconfig._tmp_path_factory.getbasetemp()
-    # Workers of pytest-xdist share one count.
-    path = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "training_starts"
+    path = shared / "training_starts"
 
     def count():
         with FileLock(f"{path}.lock", timeout=60):
@@ -66,16 +73,19 @@ def count_start(pytestconfig):
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory, worker_id):
-    """The embedded task after a minimal warm start: enough to load, sample and train. Workers of pytest-xdist share one."""
-    own = tmp_path_factory.getbasetemp()
-    directory = (own if worker_id == "master" else own.parent) / "shared_task"
-    command = [sys.executable, "-m", "recipe.partial_rollout.tasks.ready_start"]
-    command += ["--out", str(directory / "task"), "--tiny"]
-    directory.mkdir(exist_ok=True)
-    with FileLock(directory / "lock", timeout=320):
+def task(shared):
+    """The embedded task after a minimal warm start: enough to load, sample and train."""
+    command = [
+        sys.executable,
+        "-m",
+        "recipe.partial_rollout.tasks.ready_start",
+        "--out",
+        str(shared / "task"),
+        "--tiny",
+    ]
+    with FileLock(shared / "task.lock", timeout=320):
         subprocess.run(command, check=True, cwd=ROOT, timeout=300)
-    return directory
+    return shared
 
 
 @pytest.fixture(scope="module", params=SCHEDULERS)
@@ -109,11 +119,6 @@ def on_engine(task, request):
     return call
 
 
-def device_engine():
-    """vLLM arguments on a GPU; the environment may leave out what an acceptance suspects (``tests/gpu``)."""
-    return {**ON_DEVICE, **json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}"))}
-
-
 @contextlib.contextmanager
 def scheduling(scheduler):
     """Arguments of an engine with that scheduler; and a function that fails if the engine has not run with it."""
@@ -123,7 +128,9 @@ def scheduling(scheduler):
 
     if scheduler != "asynchronous":
         on_gpu = scheduler == "device's" and os.environ.get("VERL_PLATFORM") != "cpu"
-        yield device_engine() if on_gpu else {}, is_chosen
+        # The environment may leave out what an acceptance suspects (tests/gpu).
+        left_out = json.loads(os.environ.get("PARTIAL_ROLLOUT_TEST_ENGINE", "{}"))
+        yield {**ON_DEVICE, **left_out} if on_gpu else {}, is_chosen
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
@@ -133,48 +140,37 @@ def scheduling(scheduler):
             yield own, async_scheduling.watched
 
 
+@contextlib.contextmanager
 def launcher(task, count_start, directory_of):
-    """A function that starts ``main_ppo`` on the task with overrides, and one that kills what it has started."""
+    """A function that starts ``main_ppo`` on the task with overrides; all that it has started ends with it."""
     runs = []
 
     def build(*overrides, name="run", program=MAIN):
         count_start()
         directory = directory_of(name)
         directory.mkdir()
-        log = (directory / "terminal.log").open("w")
-        command = [sys.executable, *program, "--config-name", "quickstart_cpu"]
-        ours = [
-            f"quickstart.dir={task}",
-            f"trainer.default_local_dir={directory}",
-            "trainer.logger=[file]",
-        ]
-        process = subprocess.Popen(
-            [*command, *unique([*ours, *overrides])],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        )
+        log = directory / "terminal.log"
+        ours = [f"quickstart.dir={task}", f"trainer.default_local_dir={directory}", "trainer.logger=[file]"]
+        # Hydra takes one override of a key: the last.
+        unique = {override.split("=")[0]: override for override in [*ours, *overrides]}.values()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *program, "--config-name", "quickstart_cpu", *unique],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            )
         run = SimpleNamespace(
-            process=process,
-            directory=directory,
-            terminal=lambda: Path(log.name).read_text(),
-            read=lambda: read(directory),
+            process=process, directory=directory, terminal=log.read_text, read=lambda: read(directory)
         )
         runs.append(run)
         return run
 
-    def kill():
-        for run in runs:
-            kill_session(run.process)
-
-    return build, kill
-
-
-def unique(overrides):
-    """The last override of each key, as hydra takes only one."""
-    return list({override.split("=")[0]: override for override in overrides}.values())
+    yield build
+    for run in runs:
+        kill_session(run.process)
 
 
 def finish(run, timeout_s=540):
@@ -185,9 +181,8 @@ def finish(run, timeout_s=540):
 
 @pytest.fixture
 def start(task, count_start, tmp_path):
-    build, kill = launcher(task, count_start, lambda name: tmp_path / name)
-    yield build
-    kill()
+    with launcher(task, count_start, lambda name: tmp_path / name) as build:
+        yield build
 
 
 @pytest.fixture
@@ -198,9 +193,8 @@ def train(start):
 @pytest.fixture(scope="module")
 def module_start(task, count_start, tmp_path_factory):
     """As ``start``, for trainings that several tests look at."""
-    build, kill = launcher(task, count_start, lambda name: tmp_path_factory.mktemp("runs") / name)
-    yield build
-    kill()
+    with launcher(task, count_start, lambda name: tmp_path_factory.mktemp("runs") / name) as build:
+        yield build
 
 
 @pytest.fixture(scope="module")
@@ -229,17 +223,16 @@ def read_run():
 
 
 @pytest.fixture(scope="session")
-def ends_with():
-    """Waits for the end of a run that fails: exit code 1 in time, with an error of these words."""
+def error_of():
+    """Waits for the end of a run that fails: exit code 1 in time; its error."""
 
-    def check(run, *words, within_s=30.0):
+    def error(run, within_s=30.0):
         code = run.process.wait(within_s)
         terminal = run.terminal()
         assert code == 1, terminal[-3000:]
-        error = terminal[terminal.index("training failed:") :]
-        assert all(word in error for word in words), error
+        return terminal[terminal.index("training failed:") :]
 
-    return check
+    return error
 
 
 @pytest.fixture(scope="session")

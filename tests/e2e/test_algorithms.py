@@ -56,7 +56,7 @@ def test_algorithm_trains_two_steps(steps, name):
         assert step["partial_rollout/lost_samples"] == 0
 
 
-def test_older_samples_are_trained_gspo_weighs_a_sequence_and_only_losses_with_a_ratio_report_one(steps):
+def test_older_samples_are_trained_and_gspo_weighs_a_sequence(steps):
     assert max(step["partial_rollout/staleness/max"] for pair in steps.values() for step in pair) >= 1
     for step in steps["gspo"]:
         # By its geometric mean.
@@ -65,7 +65,7 @@ def test_older_samples_are_trained_gspo_weighs_a_sequence_and_only_losses_with_a
     assert {name for name, pair in steps.items() if "actor/ppo_kl" not in pair[1]} == {"gpg"}
 
 
-def test_update_gives_the_proximal_policy_and_the_pass_agrees_where_it_runs(run):
+def test_update_gives_the_proximal_policy_and_the_pass_agrees(run):
     steps = {number: step for number, step in run.steps.items() if number >= matrix().FIRST_FROM_UPDATE}
     checked = [number for number in steps if (number - 1) % matrix().CHECK_EVERY == 0]
     assert len(steps) == 6 and len(checked) == 2

@@ -67,7 +67,6 @@ def has_stepped(run):
             WORKER,
             ("agent_loop_worker_0 died during the round", "worker_restarts=0"),
         ),
-        (SEPARATE, updates, ENGINE, ("vLLM replica",)),
         (SEPARATE, updates, "ray::WorkerDict", ("WorkerDict",)),
         (SEPARATE, updates, "ray::ManagerActor", ("ManagerActor",)),
         (
@@ -77,20 +76,22 @@ def has_stepped(run):
             ("failed in vLLM replica",),
         ),
     ],
-    ids=["engine", "noPR engine", "worker", "separate engine", "trainer", "manager", "receiver of weights"],
+    ids=["engine", "noPR engine", "worker", "trainer", "manager", "receiver of weights"],
 )
-def test_what_dies_without_a_twin_ends_the_run_by_name(start, wait_for, ends_with, overrides, when, victim, words):
+def test_what_dies_without_a_twin_ends_the_run_by_name(start, wait_for, error_of, overrides, when, victim, words):
     run = start(*overrides)
     wait_for(lambda: when(run), when.__name__)
     processes_of_session(run.process.pid, victim)[0].kill()
-    ends_with(run, *words)
+    error = error_of(run)
+    assert all(word in error for word in words), error
 
 
-def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for, ends_with):
+def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for, error_of):
     run = start(*SEPARATE, "partial_rollout.deadlines.interrupt_s=8")
     wait_for(lambda: updates(run), "the update of step 2")
     processes_of_session(run.process.pid, ENGINE)[0].send_signal(signal.SIGSTOP)
-    ends_with(run, "vLLM replica", "took more than 8 s", "deadlines.interrupt_s")
+    error = error_of(run)
+    assert "vLLM replica" in error and "took more than 8 s" in error and "deadlines.interrupt_s" in error, error
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,16 @@ def test_stopped_engine_ends_the_run_by_the_deadline_of_its_hold(start, wait_for
     [(SHORT, "weight sync"), ((*SHORT, APART), "loading")],
     ids=["colocated", "separate"],
 )
-def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, ends_with, monkeypatch, overrides, what):
+def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, error_of, monkeypatch, overrides, what):
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     extension = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension"
     run = start(*overrides, extension)
     wait_for(lambda: "Training Progress" in run.terminal(), "training")
-    ends_with(run, f"{what} of version 1 failed in vLLM replica", "no_such_weight", within_s=90.0)
+    error = error_of(run, within_s=90.0)
+    assert f"{what} of version 1 failed in vLLM replica" in error and "no_such_weight" in error, error
 
 
-def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_run_by_name(start, wait_for, ends_with):
+def test_reward_that_raises_is_asked_again_and_one_that_hangs_ends_the_run(start, wait_for, error_of):
     """The first step trains a sample whose first score raised; in the second no score comes, at either try."""
     run = start(
         *SHORT,
@@ -120,28 +122,28 @@ def test_reward_function_that_raises_is_asked_again_and_one_that_hangs_ends_the_
         "partial_rollout.overlap=0",
     )
     wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
-    ends_with(run, "16 of the 16 samples", "reward function gave no score", "reward_s", within_s=60.0)
+    error = error_of(run, within_s=60.0)
+    assert "16 of the 16 samples" in error and "reward function gave no score" in error and "reward_s" in error, error
     (step,) = run.read().steps.values()
     assert step["partial_rollout/failures/retried_total"] == 1
     assert step["partial_rollout/failures/masked_total"] == step["partial_rollout/lost_samples"] == 0
 
 
+# The engines sleep between rounds: on a CPU that frees no memory, but takes the same calls. They validate between the next
+# round and the weight sync before it, which restarts them.
+TWO_ENGINES = (
+    *SMALL,
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.free_cache_engine=True",
+    "trainer.test_freq=1",
+    "data.val_max_samples=4",
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "steps", "when"),
     [
-        (
-            (
-                *SMALL,
-                "trainer.n_gpus_per_node=2",
-                # The engines sleep between rounds: on a CPU that frees no memory, but takes the same calls.
-                "actor_rollout_ref.rollout.free_cache_engine=True",
-                # Between the weight sync, which restarts them, and the next round.
-                "trainer.test_freq=1",
-                "data.val_max_samples=4",
-            ),
-            4,
-            in_mid_round,
-        ),
+        (TWO_ENGINES, 4, in_mid_round),
         ((*SMALL, APART, "actor_rollout_ref.rollout.n_gpus_per_node=2"), 8, has_stepped),
     ],
     ids=["colocated", "separate"],
@@ -172,29 +174,15 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     assert restarted[steps] == 2
     assert not orphan.is_running(), "it would hold the memory of its device"
     whole = min(step for step, count in restarted.items() if count == 2)
-    tokens = [0, 0]
-    for event in read.rounds:
-        if event["step"] > whole:
-            for replica, _start, _end, made, *_ in event["phase"]["calls"]:
-                tokens[replica] += made
+    calls = [call for event in read.rounds if event["step"] > whole for call in event["phase"]["calls"]]
+    tokens = [sum(call[3] for call in calls if call[0] == replica) for replica in (0, 1)]
     assert when is in_mid_round or min(tokens) > 0.25 * sum(tokens) > 0, "each successor decodes its share"
 
 
-def test_worker_that_dies_while_the_trainer_updates_is_replaced_and_its_samples_go_on(start, wait_for):
-    run = start(*SEPARATE)
-    wait_for(lambda: updates(run), "the update of step 2")
-    processes_of_session(run.process.pid, WORKER)[0].kill()
-    assert run.process.wait(300) == 0, run.terminal()[-3000:]
-    result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained) == 24
-    assert run.read().steps[6]["partial_rollout/failures/workers_restarted_total"] == 1
-
-
-@pytest.mark.parametrize("v1", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_training_that_is_killed_twice_while_it_decodes_and_trains_loses_nothing(task, count_start, tmp_path, v1):
+def test_training_that_is_killed_twice_loses_nothing(task, count_start, tmp_path):
     arguments = ["--out", str(tmp_path), "--faults", "2", "--kinds", "kill", "--seed", "3"]
     arguments += ["--between-s", "2", "12", "--", "quickstart_cpu"]
-    overrides = [f"quickstart.dir={task}", "trainer.logger=[file]", f"trainer.use_v1={v1}"]
+    overrides = [f"quickstart.dir={task}", "trainer.logger=[file]"]
     for _life in range(3):
         count_start()
     assert chaos([*arguments, *SEPARATE, *overrides]) == 0

@@ -109,15 +109,12 @@ async def kept_by(engine):
         "sibling of later weights": await found_by(salted, request_id_of("s7", None), whole),
         "validation": await found_by(salted, "r", whole),
     }
-    # A prompt of more than a block, and siblings that start one after another, at once, and under later weights.
-    prompt = PROMPT * 8
-    start = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
-    at_once = await asyncio.gather(*[found_by(salted, request_id_of("0/5", None), prompt) for _ in range(2)])
-    version = 2
-    later = [await found_by(salted, request_id_of("0/4", None), prompt) for _ in range(2)]
-    resumed = await found_by(salted, request_id_of("0/4", 1), prompt)
-    siblings = {"start": start, "at once": sorted(at_once), "later": later, "resumed": resumed}
-    return response, found, siblings
+    # A prompt of more than a block is read once by siblings, under the weights that they start with.
+    for version in (1, 2):
+        found[f"siblings at {version}"] = [
+            await found_by(salted, request_id_of("0/4", None), PROMPT * 8) for _ in range(2)
+        ]
+    return response, found
 
 
 def late_string(tokens):
@@ -160,7 +157,7 @@ def found(on_engine):
 
 def test_kept_blocks_are_not_read_again(found):
     tokens, log_probs, _, _ = found.responses[None]
-    (kept_tokens, kept_log_probs, segments, read_again), _, _ = found.kept
+    (kept_tokens, kept_log_probs, segments, read_again), _ = found.kept
     np.testing.assert_array_equal(kept_tokens, tokens)
     np.testing.assert_allclose(kept_log_probs, log_probs, rtol=0, atol=1e-5)
     lengths = len(PROMPT) + np.cumsum([len(segment) for segment in segments])[:-1]
@@ -169,11 +166,8 @@ def test_kept_blocks_are_not_read_again(found):
 
 
 def test_kept_blocks_serve_no_other_group_and_no_other_weights(found):
-    assert found.kept[1] == {"its own": BLOCK, "another group": 0, "sibling of later weights": 0, "validation": 0}
-
-
-def test_siblings_read_their_prompt_once_under_the_weights_that_they_start_with(found):
-    assert found.kept[2] == {"start": [0, BLOCK], "at once": [0, BLOCK], "later": [0, BLOCK], "resumed": BLOCK}
+    own = {"its own": BLOCK, "siblings at 1": [0, BLOCK], "siblings at 2": [0, BLOCK]}
+    assert found.kept[1] == {**own, "another group": 0, "sibling of later weights": 0, "validation": 0}
 
 
 @pytest.mark.parametrize("every", [1, 7])

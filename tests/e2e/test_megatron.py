@@ -92,7 +92,7 @@ def untied(task, tmp_path_factory):
     return made
 
 
-def test_noPR_trains_a_critic_and_its_engine_samples_from_the_weights_of_each_step(module_train, untied):
+def test_noPR_trains_a_critic_and_samples_from_the_weights_of_each_step(module_train, untied):
     critic = ("critic.megatron.tensor_model_parallel_size=2", "critic.optim.lr=1e-3", f"critic.model.path={untied}")
     run = module_train(
         *SMALL,

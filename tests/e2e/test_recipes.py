@@ -77,7 +77,7 @@ def test_check_passes_where_everything_is_there(inputs, experiment, arm):
     assert "4 prompts x 4 samples" in done.stdout and "FAIL" not in done.stdout
 
 
-def test_both_arms_train_two_steps_through_the_script_with_verls_rewards_for_gsm8k(pair):
+def test_both_arms_train_through_the_script_with_verls_rewards(pair):
     for arm, run in pair.items():
         assert sorted(run.steps) == [1, 2], arm
         assert all(len(event["trained"]) == 4 for event in run.rounds) and run.run["complete"], arm

@@ -8,7 +8,6 @@ import pytest
 
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.audit import audit
-from recipe.partial_rollout.tools.report.command import main as report
 from tests.chaos.victim import processes_of_session
 
 # Two trainings, one after the other, in a fixture.
@@ -100,7 +99,7 @@ def test_samples_span_versions_and_only_a_checkpoint_interrupts_calls(lives):
     assert all(any(start <= end <= stop + 1 for start, stop in spans(lives, "flush")) for end in cut)
 
 
-def test_behaviour_log_probs_of_interrupted_and_held_samples_are_the_engines_own(lives):
+def test_log_probs_of_interrupted_and_held_samples_are_the_engines_own(lives):
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in lives.run.steps.values())
     assert any(step["partial_rollout/off_policy_token_fraction"] > 0 for step in lives.steps.values())
 
@@ -115,8 +114,3 @@ def test_engine_decodes_while_the_trainer_updates(lives):
 def test_validation_shares_the_engine(lives):
     validated = [n for n, step in lives.steps.items() if any(key.startswith("val-core") for key in step)]
     assert validated == [n for n in lives.steps if n % 2 == 0] and len(spans(lives, "validate")) == len(validated)
-
-
-def test_report_draws_the_lanes_of_engine_and_trainer(lives, tmp_path):
-    assert report([str(lives.run.directory), "--out", str(tmp_path)]) in (0, None)
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000

@@ -25,9 +25,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_two_steps_with_an_interruption_and_a_resume_train_every_prompt_once(
-    start, wait_for, read_run, folder, tmp_path
-):
+def test_training_that_is_stopped_and_resumed_trains_every_prompt_once(start, wait_for, read_run, folder, tmp_path):
     run_dir = tmp_path / "kept"
     ours = (
         "task=smollm",

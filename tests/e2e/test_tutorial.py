@@ -62,43 +62,30 @@ def test_loop_of_the_page_trains_what_the_model_said_and_only_that(commands, tmp
     assert [reward.compute_score("gaps", text, truth) for truth in ("3428", "3427")] == [1.0, 0.0]
 
 
-@pytest.fixture
-def run_text(tmp_path):
-    """``run_text(command)``: what the page says, in the folder with its files and the environment that it asks for."""
-    log = tmp_path / "terminal.log"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONWARNINGS": "ignore",
-    }
-
-    def run(command):
-        with log.open("a") as terminal:
-            streams = {"stdout": terminal, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(
-                ["bash", "-c", command], cwd=tmp_path, env=environment, start_new_session=True, **streams
-            )
-        try:
-            assert process.wait(540) == 0, log.read_text()[-3000:]
-        finally:
-            kill_session(process)
-
-    return run
+def run_text(command, folder):
+    """Run what the page says in ``folder``, with the environment that it asks for."""
+    paths = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    paths["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env, log = {**os.environ, **paths, "PYTHONWARNINGS": "ignore"}, folder / "terminal.log"
+    with log.open("w") as terminal:
+        streams = {"stdout": terminal, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(["bash", "-c", command], cwd=folder, env=env, start_new_session=True, **streams)
+    try:
+        assert process.wait(540) == 0, log.read_text()[-3000:]
+    finally:
+        kill_session(process)
 
 
-def test_own_job_trains_its_own_loop_rows_and_reward_and_its_weights_load_elsewhere(
-    commands, run_text, count_start, read_run, tmp_path
-):
+def test_own_job_trains_its_own_loop_and_its_weights_load_elsewhere(commands, count_start, read_run, tmp_path):
     train, export = commands
     count_start()
-    run_text(train)
+    run_text(train, tmp_path)
     run = read_run(tmp_path / "out")
     assert sorted(run.steps) == [1, 2] and run.run["complete"]
     for step in run.steps.values():
         assert 0 < step["critic/score/mean"] <= 1 and step["num_turns/mean"] > 2, json.dumps(step)
         assert step["partial_rollout/failures/failed_total"] == 0
-    run_text(export)
+    run_text(export, tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
     (shard,) = (tmp_path / "out" / "global_step_2" / "actor").glob("model_world_size_1_rank_0.pt")
     trained = torch.load(shard, weights_only=False)

@@ -30,7 +30,7 @@ RUN = (
 )
 
 
-def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_after_a_trainers_node_died(
+def test_training_over_two_nodes_outlives_a_worker_an_engine_and_a_node(
     start, start_node, wait_for, tmp_path, monkeypatch
 ):
     """Two nodes with a trainer, a replica, an agent-loop and a reward worker each; a third without a device or a trainer.
@@ -73,9 +73,6 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
         last = lines_of("run.jsonl")[-1]
         return last["event"] == "begin" and time.time() - last["start"] > 2
 
-    def said(pattern):
-        return re.search(pattern, run.terminal())
-
     wait_for(lambda: reached("training/global_step", 2), "two steps")
     for title, where in ((ENGINE, [1, 1, 0]), (WORKER, [1, 1, 1]), (REWARD, [1, 1, 1])):
         assert [len(node.processes(title)) for node in (first, second, third)] == where
@@ -86,18 +83,13 @@ def test_training_over_two_nodes_outlives_a_worker_and_an_engine_and_resumes_aft
         process.kill()
     validations = validated()
     wait_for(lambda: reached("partial_rollout/failures/workers_restarted_total", 1), "a worker in the dead one's place")
-    taken_over = said(
-        r"agent_loop_worker_\d died during .*, and agent_loop_worker_\d\.2 takes its (\d+) samples over: .*"
-    )
+    taken_over = re.search(r"agent_loop_worker_\d died .*_\d\.2 takes its (\d+) samples over", run.terminal())
     assert taken_over and int(taken_over[1]) > 0, run.terminal()[-3000:]
     assert [len(node.processes(WORKER)) for node in (first, second)] == [2, 1]
 
     wait_for(in_mid_round, "the middle of a round", 60)
     second.processes(ENGINE)[0].kill()
-    wait_for(
-        lambda: reached("partial_rollout/failures/replicas_restarted_total", 1), "a replica in the dead one's place"
-    )
-    assert said("vLLM replica .* died: ") and said("vLLM replica .* is back as ")
+    wait_for(lambda: reached("partial_rollout/failures/replicas_restarted_total", 1), "a replica in its place")
     assert [len(node.processes(ENGINE)) for node in (first, second)] == [1, 1]
     wait_for(lambda: validated() > validations, "a validation without verl's load balancer", 60)
     assert not reached("partial_rollout/failures/masked_total", 1)

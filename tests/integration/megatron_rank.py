@@ -1,7 +1,7 @@
 """One process of a Megatron engine on a CPU: what it computes and trains, against Hugging Face and torch's AdamW.
 
-``python megatron_rank.py OUT TYPE:MODEL:TP:PP ...``, with RANK, WORLD_SIZE and MASTER_* as torch has them, writes the
-largest differences of each case to ``OUT/<rank>.json``. TYPE is ``language_model``, or ``value_model`` for a critic.
+``python megatron_rank.py OUT MODEL:TP:PP ...``, with RANK, WORLD_SIZE and MASTER_* as torch has them, writes the largest
+differences of each case to ``OUT/<rank>.json``.
 """
 
 import json
@@ -18,14 +18,12 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
     ActorConfig,
-    CriticConfig,
     HFModelConfig,
     McoreEngineConfig,
     McoreOptimizerConfig,
     PolicyLossConfig,
 )
 from verl.workers.engine import EngineRegistry
-from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from recipe.partial_rollout.training.loss import VERSION, ProximalPolicy, corrected_ppo_loss
@@ -35,19 +33,14 @@ EPSILON = 1e-6
 """of Adam: its default would turn gradients that are all rounding into whole steps"""
 PLAIN = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}
 ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="vanilla"))
-CRITIC = CriticConfig(**PLAIN, cliprange_value=0.1)
-POLICY = ProximalPolicy(from_update=False, level=None, threshold=None)
-LOSSES = {
-    "language_model": partial(corrected_ppo_loss, ACTOR, policy=POLICY),
-    "value_model": partial(value_loss, CRITIC),
-}
+LOSS = partial(corrected_ppo_loss, ACTOR, policy=ProximalPolicy(from_update=False, level=None, threshold=None))
 
 
-def build_engine(model_type, model, tp, pp):
+def build_engine(model, tp, pp):
     engine = EngineRegistry.new(
-        model_type=model_type,
+        model_type="language_model",
         backend="megatron",
-        model_config=HFModelConfig(path=model, model_type=model_type, override_config={"attn_implementation": "sdpa"}),
+        model_config=HFModelConfig(path=model, override_config={"attn_implementation": "sdpa"}),
         engine_config=McoreEngineConfig(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -89,17 +82,11 @@ def padded_batch(generator):
 class Case:
     """The same rows for an engine, packed, and for Hugging Face's model, padded."""
 
-    def __init__(self, engine, model_type, model):
+    def __init__(self, engine, model):
         generator = torch.Generator().manual_seed(1)
-        self.engine, self.batch, self.loss = engine, padded_batch(generator), LOSSES[model_type]
+        self.engine, self.batch = engine, padded_batch(generator)
         self.shown = self.batch["attention_mask"][:, PROMPT:]
         self.hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-        self.values = model_type == "value_model"
-        if self.values:
-            # It starts with the engine's own, which no file holds.
-            self.hf.lm_head.weight = torch.nn.Parameter(
-                dict(engine.get_per_tensor_param()[0])["lm_head.weight"].clone()
-            )
         self.adam = torch.optim.AdamW(
             [
                 {"params": [p for p in self.hf.parameters() if p.dim() > 1], "weight_decay": DECAY},
@@ -110,13 +97,12 @@ class Case:
             eps=EPSILON,
         )
         with torch.no_grad():
-            start = next(iter(self.hf_outputs().values()))
+            start = self.hf_outputs()["log_probs"]
         noise = [torch.randn(start.shape, generator=generator) for _ in range(3)]
         self.old = start + 0.3 * noise[0] * self.shown
         engines_own = self.old + 0.3 * noise[1] * self.shown
         self.batch["old_log_probs"], self.batch["rollout_log_probs"] = self.old, engines_own
         self.batch["advantages"] = noise[2]
-        self.batch["values"], self.batch["returns"] = self.old, start + noise[2]
         self.batch["rollout_is_weights"] = (self.old - engines_own).exp().clamp(max=2) * self.batch["response_mask"]
         self.batch["rollout_versions"] = torch.zeros_like(self.batch["responses"])
         size = ROWS // engine.get_data_parallel_size()
@@ -128,15 +114,13 @@ class Case:
         packed["temperature"] = torch.full((len(packed),), TEMPERATURE)
         plain = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "global_batch_size": ROWS, "sp_size": 1}
         plain[VERSION] = 0
-        tu.assign_non_tensor(packed, calculate_entropy=not self.values, **plain)
+        tu.assign_non_tensor(packed, calculate_entropy=True, **plain)
         return packed
 
     def hf_outputs(self):
-        """Log-probs and entropy, or values, each ``[rows, response]``."""
+        """Log-probs and entropy, each ``[rows, response]``."""
         inputs = {name: self.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
         logits = self.hf(**inputs).logits[:, PROMPT - 1 : -1]
-        if self.values:
-            return {"values": logits[..., 0] * self.shown}
         log_probs = (logits / TEMPERATURE).log_softmax(-1)
         own = log_probs.gather(-1, self.batch["responses"][..., None])[..., 0]
         return {"log_probs": own * self.shown, "entropy": -(log_probs.exp() * log_probs).sum(-1) * self.shown}
@@ -158,31 +142,26 @@ class Case:
     def update(self):
         """Train the engine's weights; the norm of the gradient, where this rank reports one."""
         with self.engine.train_mode():
-            outputs = self.engine.train_batch(self.rows(), self.loss)
+            outputs = self.engine.train_batch(self.rows(), LOSS)
             self.engine.lr_scheduler_step()
         return outputs["metrics"].get("grad_norm") if "metrics" in outputs else None
 
     def step(self):
         """One update of both, Hugging Face's by the loss as the method states it; how far the gradients' norms differ."""
         ours, mask = self.update(), self.batch["response_mask"].float()
-        costs = self.value_costs(**self.hf_outputs()) if self.values else self.policy_costs(**self.hf_outputs())
+        costs = self.costs(**self.hf_outputs())
         self.adam.zero_grad()
         ((costs * mask).sum() / mask.sum()).backward()
         theirs = torch.nn.utils.clip_grad_norm_(self.hf.parameters(), 1.0)
         self.adam.step()
         return 0.0 if ours is None else abs(float(ours) / float(theirs) - 1)
 
-    def policy_costs(self, log_probs, entropy):
+    def costs(self, log_probs, entropy):
         advantages = self.batch["advantages"]
         ratio = (log_probs - self.old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         gain = torch.where(advantages < 0, torch.maximum(gain, ACTOR.clip_ratio_c * advantages), gain)
         return -self.batch["rollout_is_weights"] * gain - ACTOR.entropy_coeff * entropy
-
-    def value_costs(self, values):
-        clipped = torch.clamp(values, self.old - CRITIC.cliprange_value, self.old + CRITIC.cliprange_value)
-        returns = self.batch["returns"]
-        return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
     def weights_difference(self):
         """The largest difference of an exported weight."""
@@ -193,17 +172,17 @@ class Case:
         return max(float((exported[name] - weight).abs().max()) for name, weight in theirs.items())
 
 
-def trial(model_type, model, tp, pp, checkpoint):
+def trial(model, tp, pp, checkpoint):
     """Largest differences: of outputs, of weights after three steps, and of those with a restart before the third; and of
     the norms of the gradients, as a share of them."""
-    engine = build_engine(model_type, model, tp, pp)
-    case = Case(engine, model_type, model)
+    engine = build_engine(model, tp, pp)
+    case = Case(engine, model)
     found = case.differences()
     norms = [case.step(), case.step()]
     engine.save_checkpoint(checkpoint)
     found["grad_norm"] = max(*norms, case.step())
     found["weights"] = case.weights_difference()
-    case.engine = build_engine(model_type, model, tp, pp)
+    case.engine = build_engine(model, tp, pp)
     case.engine.load_checkpoint(checkpoint)
     case.update()
     found["resumed"] = case.weights_difference()
@@ -214,8 +193,8 @@ def trial(model_type, model, tp, pp, checkpoint):
 def main(out, *cases):
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), {}
-    for index, (model_type, model, tp, pp) in enumerate(case.split(":") for case in cases):
-        found[cases[index]] = trial(model_type, model, int(tp), int(pp), f"{out}/checkpoint_{index}")
+    for index, (model, tp, pp) in enumerate(case.split(":") for case in cases):
+        found[cases[index]] = trial(model, int(tp), int(pp), f"{out}/checkpoint_{index}")
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

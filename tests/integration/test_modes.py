@@ -47,7 +47,7 @@ def play(run_dir, *overrides):
     return rounds, figures, result
 
 
-def test_ssim_refills_to_its_budget_all_through_the_round_and_trains_every_prompt_once(tmp_path):
+def test_ssim_refills_all_through_the_round_and_trains_every_prompt_once(tmp_path):
     rounds, figures, _ = play(tmp_path, "partial_rollout.mode=ssim", "partial_rollout.scheduling.policy=seed")
     assert Counter(group.uid for round_ in rounds for group in round_.trained) == {f"0/{i}": 1 for i in range(PROMPTS)}
     assert [len(round_.trained) for round_ in rounds] == [BATCH] * STEPS

@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,6 @@ def output_of(length, seed=0):
     tokens = np.arange(seed, seed + length, dtype=np.int32)
     ones = np.ones(length, np.int8)
     return SampleOutput(tokens[:2], tokens, ones, -tokens.astype(np.float32), tokens % 3, 1, 1.0, {"acc": 1.0}, 2, {})
-
-
-def assert_is_output(output, length, seed):
-    expected = output_of(length, seed)
-    for name in ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions"):
-        assert np.array_equal(getattr(output, name), getattr(expected, name)), name
-    assert output.reward_extra_info == {"acc": 1.0} and output.metrics == {}
 
 
 @ray.remote(num_cpus=0)
@@ -73,23 +67,19 @@ def finish_all(actor, length):
     return count
 
 
-def test_death_elsewhere_reaches_everyone_who_waits_for_the_manager(start):
-    actor = start(offer=False)
-    ray.get(actor.begin_version.remote(0, [], True))
-    waiting = actor.claim.remote("w0"), actor.wait_batch.remote(True)
-    ray.get(actor.report.remote(Report("w0", fatal="vLLM replica r0 died")))
-    for reference in waiting:
-        with pytest.raises(RolloutFailedError, match="vLLM replica r0 died"):
-            ray.get(reference, timeout=5)
-
-
 def take(actor):
     """The batch as the manager answers."""
     return ray.get(actor.wait_batch.remote(True), timeout=10).groups
 
 
-def fetch(taken):
-    return STORE.fetch({group.uid: group.outputs for group in taken})
+def values_of(output):
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in asdict(output).items()}
+
+
+def fetched(taken):
+    """The values of each output, by group; no reference is kept."""
+    found = STORE.fetch({group.uid: group.outputs for group in taken})
+    return {uid: [values_of(output) for output in outputs] for uid, outputs in found.items()}
 
 
 def objects_known(_):
@@ -114,24 +104,15 @@ def test_outputs_outlive_their_worker_and_are_freed_once_trained(start, length):
         ray.get(actor.report.remote(Report("w0", [Finished("0/0#0", output_of(LARGE))])))
     ray.get(actor.release_worker.remote("w0"))
     taken = take(actor)
-    fetched = fetch(taken)
-    assert sorted(fetched) == ["0/0", "0/1", "0/2"]
-    for seed, output in enumerate(output for outputs in fetched.values() for output in outputs):
-        assert_is_output(output, length, seed)
+    assert len(ray.cloudpickle.dumps(taken)) < 12_000, "no array travels"
+    expected = [values_of(output_of(length, seed)) for seed in range(6)]
+    assert fetched(taken) == {f"0/{i}": expected[2 * i : 2 * i + 2] for i in range(3)}
     ray.get(actor.finish_step.remote())
-    del taken, fetched, output
+    del taken
     assert_soon(lambda: ray.get(actor.__ray_call__.remote(objects_known)) == before)
 
 
-def test_batch_travels_as_one_reference_a_group(start):
-    actor = start(groups=6)
-    assert finish_all(actor, LARGE) == 12
-    taken = take(actor)
-    assert len({group.outputs.hex() for group in taken}) == 6
-    assert len(ray.cloudpickle.dumps(taken)) < 12_000, "no array travels"
-
-
-def test_checkpoint_brings_outputs_back_to_the_store_and_those_lost_with_the_manager_are_named(start, tmp_path):
+def test_checkpoint_brings_outputs_back_and_lost_ones_are_named(start, tmp_path):
     path = str(tmp_path / "manager.snapshot")
     actor = start()
     finish_all(actor, LARGE)
@@ -141,22 +122,18 @@ def test_checkpoint_brings_outputs_back_to_the_store_and_those_lost_with_the_man
     ray.get(restored.load.remote(path))
     ray.get(restored.begin_version.remote(0, [], False))
     taken = take(restored)
-    (outputs,) = fetch(taken).values()
-    for seed, output in enumerate(outputs):
-        assert_is_output(output, LARGE, seed)
-    del outputs, output
+    assert fetched(taken) == {"0/0": [values_of(output_of(LARGE, seed)) for seed in (0, 1)]}
     ray.kill(restored)
 
     def lost():
         # Ray frees the objects of a process shortly after its death.
         try:
-            fetch(taken)
+            fetched(taken)
         except RolloutFailedError as error:
-            return str(error)
-        return ""
+            return "are lost; resume from the last checkpoint" in str(error)
+        return False
 
     assert_soon(lost)
-    assert "are lost; resume from the last checkpoint" in lost()
 
 
 def test_outputs_that_do_not_arrive_end_the_wait():

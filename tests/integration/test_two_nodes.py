@@ -30,9 +30,7 @@ def actors():
         ray.kill(actor)
 
 
-def test_what_the_driver_makes_is_on_its_node_though_all_cpus_are_taken_and_another_node_is_dead_unknown_to_ray(
-    start_node, actors, tmp_path
-):
+def test_what_the_driver_makes_is_on_its_node_beside_a_dead_one(start_node, actors, tmp_path):
     """A frozen node answers nothing, and Ray's health checks take most of a minute to notice."""
     here = NodeAffinitySchedulingStrategy(node_here(), soft=False)
     actors.append(ray.remote(Worker).options(num_cpus=8, scheduling_strategy=here).remote())

@@ -32,7 +32,7 @@ layer() { # name, pytest's arguments...
 mapfile -t unit < <(grep -lE '(import|from) (torch|transformers|verl|vllm)' tests/unit/test_*.py)
 layer unit "${unit[@]}" -n 2 --dist loadfile
 layer integration tests/integration/test_async_scheduling.py
-layer e2e tests/e2e/test_{hold,interruption,kv_pressure,log_probs,speculative,separate,training}.py \
+layer e2e tests/e2e/test_{hold,interruption,log_probs,separate,training}.py \
   -m '' -n 2 --dist loadfile --no-loadscope-reorder
 
 row="| $(git describe --always --dirty) | $(date +%F) |"

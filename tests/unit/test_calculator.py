@@ -9,7 +9,6 @@ import random
 import pytest
 import torch
 from verl.experimental.agent_loop.tool_parser import ToolParser
-from verl.tools.tool_registry import load_all_tools
 
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.calculator.conversation import Conversations, call, own_turns
@@ -32,14 +31,6 @@ def composed(composed_config, monkeypatch):
     return composed_config("quickstart_cpu", "task=calculator")
 
 
-def encoded(tokenizer, problem, response):
-    """Token ids of the prompt, and of all that follows it."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": problem.prompt}], add_generation_prompt=True, return_dict=False
-    )
-    return prompt, [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-
-
 def turns_of(ids, eos):
     """The model's turns in a demonstration's ids: what the engine would return, call by call."""
     own, turns = own_turns(torch.tensor([ids]))[0].tolist(), [[]]
@@ -52,10 +43,13 @@ def turns_of(ids, eos):
 
 
 def test_verls_tool_loop_makes_the_demonstration_of_its_turns(tokenizer, composed):
-    for seed in range(12):
+    for seed in range(6):
         rng = random.Random(seed)
         problem = draw_problem(rng)
-        prompt, response = encoded(tokenizer, problem, Conversations(careful_share=1.0).respond(problem, rng))
+        asked = [{"role": "user", "content": problem.prompt}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        said = Conversations(careful_share=1.0).respond(problem, rng)
+        response = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
         turns = turns_of(prompt + response, tokenizer.eos_token_id)
         output = converse(composed, tokenizer, problem.prompt, lambda _, turns=turns: turns.pop(0))
         assert (turns, output.prompt_ids, output.response_ids) == ([], prompt, response)
@@ -73,18 +67,6 @@ def test_verls_tool_loop_ends_a_search_without_end_within_the_response(tokenizer
     assert len(output.response_ids) < composed.data.max_response_length
     text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
     assert compute_score("clock10", text, problem.prompt) == 0.0
-
-
-def test_latency_is_that_of_the_call_in_every_run_and_none_is_below_0(monkeypatch, composed):
-    tools = composed.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    monkeypatch.setenv("TOOL_MEDIAN_S", "0.5")
-    first, again = (load_all_tools(tools, None)[0] for _ in range(2))
-    waits = [first.latency_s(str(number)) for number in range(1001)]
-    assert waits == [again.latency_s(str(number)) for number in range(1001)]
-    assert sorted(waits)[500] == pytest.approx(0.5, rel=0.15)
-    monkeypatch.setenv("TOOL_MEDIAN_S", "-1")
-    with pytest.raises(ValueError, match="tool_latency="):
-        load_all_tools(tools, None)
 
 
 def test_warm_start_that_ships_calls_well_and_has_something_to_learn(composed, tmp_path):

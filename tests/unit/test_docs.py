@@ -1,7 +1,4 @@
-"""The pages: every link, image, command, file and test they name exists; so do metrics and keys, and the site is whole.
-
-The notebook and the examples in docstrings hold, too.
-"""
+"""The pages: every link, command, option, file, test, metric and key that they name exists, and the site builds."""
 
 import ast
 import doctest
@@ -23,7 +20,9 @@ from recipe.partial_rollout.config.keys import declarations
 from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig
 from recipe.partial_rollout.tools.__main__ import TOOLS, main
 
-REPOSITORY = Path(package.__file__).parents[2]
+PACKAGE = Path(package.__file__).parent
+REPOSITORY = PACKAGE.parents[1]
+DOCS = REPOSITORY / "docs"
 PAGES = sorted(
     path
     for files in ("*.md", "docs/**/*.md", "recipe/**/*.md", "tests/studies/results/*.md")
@@ -38,14 +37,7 @@ MODULE = re.compile(r"python -m (recipe\.[\w.]+)(?: ([a-z]\w*))?")
 SCRIPT = re.compile(r"(?:run_scripts|tests/scripts)/\w+\.sh")
 FILE = re.compile(r"`((?:tests|conf|docs|recipe|run_scripts|verl_ext)/[\w/.]+\.(?:py|md|yaml|sh|json|png))`")
 IN_PACKAGE = re.compile(r"`((?:training|rollout|worker|engine|manager|planner|records|checkpoint|config)/\w+\.py)`")
-
-
-SOURCES = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (REPOSITORY / "docs/sources.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith(("| theirs", "| ---"))
-]
-"""theirs, here, test: the lines of the tables of the published recipe, APRIL and AReaL"""
+TEST = re.compile(r"`((?:unit|integration|e2e)/test_\w+\.py)::(test_\w+)`")
 
 
 def named(path):
@@ -69,16 +61,6 @@ def test_links_lead_somewhere(page):
         assert not anchor or linked.suffix != ".md" or anchor in anchors(linked), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("line", SOURCES, ids=lambda line: line[0])
-def test_line_of_sources_names_a_test_or_a_record_or_says_no(line):
-    theirs, here, test = line
-    tests = re.findall(r"`((?:unit|integration|e2e)/test_\w+\.py)::(test_\w+)`", test)
-    assert theirs and here
-    assert tests or here.startswith("**no**") or "studies/results/" in here
-    for file, name in tests:
-        assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(), test
-
-
 @pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
 def test_named_commands_and_files_exist(page):
     text = page.read_text()
@@ -89,7 +71,9 @@ def test_named_commands_and_files_exist(page):
     for file in SCRIPT.findall(text) + FILE.findall(text):
         assert (REPOSITORY / file).exists(), file
     for file in IN_PACKAGE.findall(text):
-        assert (REPOSITORY / "recipe/partial_rollout" / file).exists(), file
+        assert (PACKAGE / file).exists(), file
+    for file, name in TEST.findall(text):
+        assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(), name
 
 
 def options_named(pages):
@@ -129,41 +113,24 @@ def test_examples_in_docstrings_hold(name):
     assert results.attempted and not results.failed
 
 
-# -- the notebook ------------------------------------------------------------------------------------------------------
-
-
-NOTEBOOK = nbformat.read(REPOSITORY / "docs" / "quickstart.ipynb", as_version=nbformat.NO_CONVERT)
-TEXT = "\n".join(cell.source for cell in NOTEBOOK.cells)
-
-
-def test_a_command_that_fails_stops_the_notebook(monkeypatch):
-    monkeypatch.chdir(REPOSITORY / "docs")
+def test_notebook_names_what_exists_and_stops_at_a_command_that_fails(monkeypatch):
+    notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    text = "\n".join(cell.source for cell in notebook.cells)
+    files = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", text))
+    assert files and not [name for name in files if not (REPOSITORY / name).exists()]
+    monkeypatch.chdir(DOCS)
     defined = {}
-    for cell in NOTEBOOK.cells:
+    for cell in notebook.cells:
         if cell.id in ("settings", "checkout"):
             exec(compile(cell.source, cell.id, "exec"), defined)
     with pytest.raises(RuntimeError, match="exit code 3: exit 3"):
         defined["sh"]("exit 3")
 
 
-def test_notebook_is_valid_and_has_no_outputs():
-    nbformat.validate(NOTEBOOK)
-    code = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
-    assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
-
-
-def test_files_and_keys_that_the_notebook_names_exist():
-    files = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", TEXT))
-    assert files and not [name for name in files if not (REPOSITORY / name).exists()]
-    keys = set(re.findall(r"partial_rollout\.(\w+)=", TEXT))
-    assert keys and keys <= {declared.name for declared in declarations(PartialRolloutConfig)}
-
-
 # -- the site, its metrics and keys ------------------------------------------------------------------------------------
 
 
-PACKAGE = Path(package.__file__).parent
-DOCS = REPOSITORY / "docs"
 SECTION = (
     "(?:rollout|gpu|timing|staleness|segments_per_sample|trust_region|proximal|mismatch|length|trained"
     "|inflight|buffer|filter|failures|agent)"
@@ -221,11 +188,6 @@ def test_keys_of_the_tuning_page_exist(composed_config):
     for name in named - ours:
         missing = object()
         assert OmegaConf.select(config, name, default=missing) is not missing, f"neither {ROOT}.{name} nor verl's"
-
-
-def test_progress_line_of_the_page_is_the_one_of_the_guards_example():
-    (line,) = re.findall(r"^```\n(step \d.*)\n```$", (DOCS / "working.md").read_text(), re.MULTILINE)
-    assert f"'{line}'" in (PACKAGE / "rollout" / "guard.py").read_text()
 
 
 def test_architecture_quotes_the_driver_and_its_files_exist():

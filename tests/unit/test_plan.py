@@ -1,6 +1,5 @@
 """The model of the engine, and the simulations, against figures worked out by hand and the recipe's promises; ``plan``."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel
 from recipe.partial_rollout.tools.planner.rounds import Forecast, Simulation, forecast
 from recipe.partial_rollout.tools.run_record import load_run
-from tests.studies import schedules
 from tests.studies.replay import TOLERANCE
 from tests.unit.runs import build_group, build_round, build_run, interrupted_run, separate_run
 from tests.unit.shared import settings_of
@@ -42,7 +40,7 @@ def run_all(replica):
     return ends
 
 
-def test_replica_decodes_by_its_curve_and_prefills_a_context_whose_blocks_were_not_kept():
+def test_replica_decodes_by_its_curve_and_prefills_what_was_not_kept():
     replica = ReplicaModel(EngineCurve(step_s=1.0, sample_s=0.5))
     for name, length in (("a", 2), ("b", 5)):
         replica.add(Decoding(name, 10, length))
@@ -54,28 +52,26 @@ def test_replica_decodes_by_its_curve_and_prefills_a_context_whose_blocks_were_n
         assert run_all(replica) == [(seconds, "a")]
 
 
-def test_interruption_lets_the_running_step_end_and_gives_back_what_is_left():
-    # Contexts that grow make steps longer.
-    curve = EngineCurve(step_s=1.0, sample_s=0.2, context_s=0.01)
-    for steps in (1, 7, 40):
-        timed, cut = ReplicaModel(curve), ReplicaModel(curve)
-        timed.add(Decoding("a", 5, steps))
-        cut.add(Decoding("a", 5, 100))
-        timed.run_to_end()
-        (sample,) = cut.interrupt(timed.clock - 1e-6)
-        assert (sample.context, sample.left, len(cut)) == (5 + steps, 100 - steps, 0)
-
-
-def play_calls(curve, rng, *, rounds, samples, mu=5.0, most_context=0):
-    """(round, end, tokens, context) of every call of ``rounds`` rounds whose samples all start at once."""
-    for round_ in range(rounds):
+def played(curve, *, rounds, samples, mu=5.0, most_context=0, late_s=0.0):
+    """The calls of ``rounds`` rounds whose samples all start at once; the first round's take ``late_s`` longer."""
+    calls, rng = [], RNG(0)
+    for start in range(0, 100 * rounds, 100):
         engine, made = ReplicaModel(curve), {}
         for i in range(samples):
             context = int(rng.integers(0, most_context)) if most_context else 0
             made[f"s{i}"] = int(rng.lognormal(mu, 1) + 1), context
             engine.add(Decoding(f"s{i}", context, made[f"s{i}"][0]))
         for end, name in run_all(engine):
-            yield round_, end, *made[name]
+            tokens, context = made[name]
+            calls.append(call(0, start, start + end + late_s * (start == 0), tokens, context, context))
+    return calls
+
+
+def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
+    curve = EngineCurve(2e-3, 1e-4)
+    # The first round took fifty times as long; least squares alone is off by half.
+    found = fit(played(curve, rounds=24, samples=48, mu=4.0, late_s=10.0))
+    assert found.decode_s(24, 0) == pytest.approx(curve.decode_s(24, 0), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -83,35 +79,16 @@ def play_calls(curve, rng, *, rounds, samples, mu=5.0, most_context=0):
     [
         (EngineCurve(2e-3, 1e-4), {"rounds": 2, "samples": 64}),
         (EngineCurve(3e-3, 1e-4, context_s=2e-7), {"rounds": 8, "samples": 48, "most_context": 800}),
-        (EngineCurve(2e-3, 1e-4, prefill_s=5e-5), {"rounds": 48, "samples": 8, "most_context": 2000}),
     ],
 )
 def test_curve_is_recovered_from_the_calls_of_an_engine_that_follows_it(curve, load):
-    played = play_calls(curve, RNG(0), **load)
-    calls = [call(0, 100.0 * at, 100.0 * at + end, made, read, read) for at, end, made, read in played]
+    calls = played(curve, **load)
     found = fit(calls)
-    for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8), ("prefill_s", 1e-6)):
+    for name, least in (("step_s", 1e-6), ("sample_s", 1e-7), ("context_s", 1e-8)):
         assert getattr(found, name) == pytest.approx(getattr(curve, name), rel=0.1, abs=least), name
     # Had the calls waited in the engine's queue before, it would have run no sample more.
     queued = [structs.replace(each, start=each.start - 3.0, queued_s=3.0) for each in calls]
     assert fit(queued).step_s == pytest.approx(found.step_s, rel=1e-6)
-
-
-def test_calls_that_waited_for_a_compilation_do_not_bend_the_curve():
-    curve = EngineCurve(2e-3, 1e-4)
-    # The first round took fifty times as long; least squares alone is off by half.
-    found = fit(
-        [
-            call(0, 100.0 * at, 100.0 * at + 10.0 * (at == 0) + end, tokens)
-            for at, end, tokens, _ in play_calls(curve, RNG(0), rounds=24, samples=48, mu=4.0)
-        ]
-    )
-    for running in (12, 24, 48):
-        assert found.decode_s(running, 0) == pytest.approx(curve.decode_s(running, 0), rel=0.15)
-
-
-def played(curve, **load):
-    return [call(0, 100.0 * at, 100.0 * at + end, made) for at, end, made, _ in play_calls(curve, RNG(0), **load)]
 
 
 def scattered():
@@ -125,16 +102,12 @@ def scattered():
     ("calls", "why"),
     [
         ([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)], "at least 16 are needed"),
-        (
-            [call(0, 10.0 * at, 10.0 * at + 1, 10) for at in range(20)],
-            "nearly all beside 1 to 1 samples; they do not show",
-        ),
         ([call(0, 2.0 * (i // 4), 2.0 * (i // 4) + 1, 10) for i in range(40)], "nearly all beside 4 to 4 samples"),
         (played(EngineCurve(1e-9, 3e-4), rounds=2, samples=64), "a full engine would be no faster than"),
         (played(EngineCurve(5e-3, 0.0), rounds=2, samples=64), "a full engine would be no slower than"),
         (scattered(), "half of them took over"),
     ],
-    ids=["few", "alone", "one load", "no step", "no samples", "scattered"],
+    ids=["few", "one load", "no step", "no samples", "scattered"],
 )
 def test_degenerate_fit_is_refused_with_its_reason_and_a_remedy(calls, why):
     with pytest.raises(ValueError, match=r"^no engine curve from \d+ engine calls") as caught:
@@ -187,7 +160,7 @@ def test_plan_from_a_distribution_calls_a_preset_and_a_given_curve_assumed(capsy
         assert "rollout / noPR" in out and "step / noPR" not in out
 
 
-def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(capsys):
+def test_plan_of_a_run_forecasts_what_its_pr_run_measured(capsys):
     """tests/studies/results/log.md, SmolLM2: PR took 70 of noPR's 134 s for the same groups, at a staleness of .92."""
     record = load_run(SMOLLM)
     settings, cluster, lengths, _ = plan.inputs(plan.parser().parse_args(["--run", str(SMOLLM)]), record)
@@ -205,41 +178,21 @@ def test_plan_of_a_run_forecasts_what_its_pr_run_measured_and_the_whole_step(cap
     assert " of noPR's step time; it is the largest" in out
 
 
-def test_calls_of_the_first_step_are_left_out_of_the_fit(tmp_path, monkeypatch):
-    record = load_run(interrupted_run(tmp_path / "run", arm="noPR"))
-    cold = record.rounds[0].phase.calls
-    fitted = []
-    monkeypatch.setattr(plan, "fit", fitted.append)
-    plan._curve(None, record)
-    assert len(fitted[0]) == len(record.calls) - len(cold)
-
-
-def test_schedules_reports_relative_time_and_length_bias_of_each_schedule(capsys):
-    arguments = [*LOGNORMAL, "--replicas", "2", "--curve", "h100-qwen3-4b", "--rounds", "4", "--overlaps", "1"]
-    assert schedules.main([*arguments, "--policies", "bounded", "--overtake", "0", "1"]) == 0
-    kept, overtaken = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (kept["overtake"], overtaken["overtake"]) == (0, 1)
-    assert overtaken["first_length"] < kept["first_length"] == 1, "what a limit on overtaking costs in bias"
-    assert overtaken["rollout"] < kept["rollout"] < 1
-
-
 def options(times):
     """noPR and plans by overlap, with the relative times of their steps."""
     made = {0.0: 1.0, **times}
     return [Option(overlap, Forecast(1.0, 1.0, overlap, 2 * overlap), time, time) for overlap, time in made.items()]
 
 
-def test_smallest_overlap_that_no_tested_one_beats_by_much_is_recommended_at_its_price():
+def test_smallest_overlap_that_no_tested_one_beats_by_much_is_recommended():
     said = advice(options({0.5: 0.8, 1.0: 0.62, 1.5: 0.6, 3.0: 0.3}), 8)
     assert said.startswith(
-        "recommended: partial_rollout.overlap=1, max_staleness=8: 0.62 of noPR's step time; a larger one "
+        "recommended: partial_rollout.overlap=1, max_staleness=8: 0.62 of noPR's step time; a larger "
     )
-    assert "a mean staleness of 1.00: the reward comes about as many steps later, once" in said
+    assert "a mean staleness of 1.00" in said
     # A first overlap that saves little does not hide that a larger one pays.
     said = advice(options({0.5: 0.99, 1.0: 0.8, 1.5: 0.7}), 4)
-    assert (
-        "overlap=1.5, max_staleness=4: 0.70" in said and "the largest of --overlaps whose learning was tested" in said
-    )
+    assert "overlap=1.5, max_staleness=4: 0.70" in said and "the largest of --overlaps" in said
     assert advice(options({1.0: 0.97}), 4).startswith("recommended: noPR (partial_rollout.enable=False)")
     for times, bound in (({2.0: 0.5, 3.0: 0.4}, 8), ({1.0: 0.5}, 9)):
         assert advice(options(times), bound).startswith("nothing to recommend: ")
@@ -276,9 +229,7 @@ def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, mes
     assert out.startswith(f"error: {message}") and out.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "content", [b"partial_rollout: [1,", b"- 1", b"\xff\xfe\xfd", b"partial_rollout: {max_staleness: x}"]
-)
+@pytest.mark.parametrize("content", [b"partial_rollout: [1,", b"\xff\xfe\xfd", b"partial_rollout: {max_staleness: x}"])
 def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys, content):
     path = interrupted_run(tmp_path / "run")
     (path / "config.yaml").write_bytes(content)
@@ -287,17 +238,12 @@ def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys,
     assert out.startswith(f"error: {path}/config.yaml cannot be read (") and out.count("\n") == 1
 
 
-def test_run_with_separate_placement_is_refused(tmp_path, capsys):
-    assert plan.main(["--run", str(separate_run(tmp_path / "run"))]) == 2
+def test_run_that_the_simulation_cannot_play_is_refused(tmp_path, capsys):
+    assert plan.main(["--run", str(separate_run(tmp_path / "separate"))]) == 2
     assert "placement=separate; the forecast plays engines and trainer in turns" in capsys.readouterr().out
-
-
-def test_run_whose_samples_wait_for_tools_is_refused(tmp_path, capsys):
     calls = [(0, start, start + 2, 20, 0, 0, 10, 0.0, "0/0#0", False) for start in (0, 6)]
-    path = build_run(
-        tmp_path / "a", rounds=[build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [20])])]
-    )
-    assert plan.main(["--run", str(path)]) == 2
+    rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [20])])]
+    assert plan.main(["--run", str(build_run(tmp_path / "a", rounds=rounds))]) == 2
     assert "samples waited 4 s between turns and decoded 4 s; the simulation plays no tools" in capsys.readouterr().out
     # Of 30 conversations four wait 1 s: too little to matter.
     record = load_run(interrupted_run(tmp_path / "b"))

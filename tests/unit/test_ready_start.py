@@ -65,16 +65,9 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     assert ready_start.packed_file(task).stat().st_size < 700_000 and 0 < error < 0.005
 
 
-@pytest.mark.parametrize(
-    ("source", "same"),
-    [
-        ('"""Other words,\non two lines."""\n\n# a comment\nx = 1\n', True),
-        ('def f():\n    """Other."""\n    return 1\n\n\nx = 1\n', False),
-        ("x = 2\n", False),
-    ],
-)
-def test_fingerprint_follows_code_and_not_words(source, same):
-    assert (ready_start._code_lines('"""Words."""\nx = 1\n') == ready_start._code_lines(source)) is same
+def test_fingerprint_follows_code_and_not_words():
+    lines = ready_start._code_lines
+    assert lines('"""Words."""\nx = 1\n') == lines('"""Other\nwords."""\n\n# a comment\nx = 1\n') != lines("x = 2\n")
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -86,7 +79,7 @@ def test_no_weight_is_off_by_more_than_half_a_level(rows):
     assert (np.abs(levels * scale - weight) <= scale * 0.5001).all()
 
 
-def test_unpacked_folder_is_the_trained_one_but_for_the_weights_by_the_stated_error(trained, packed, tmp_path):
+def test_unpacked_folder_is_the_trained_one_but_for_the_stated_error(trained, packed, tmp_path):
     (file, error), made = packed, tmp_path / "task"
     made.mkdir()
     # Weights of older sources are replaced.
@@ -113,12 +106,7 @@ def test_file_that_does_not_fit_is_refused_and_a_warm_start_trained(
     assert builds == [parameters] and capsys.readouterr().err.count("\n") == 1
 
 
-def test_training_needs_nothing_packed(tmp_path, builds):
-    assert ready_start.make_task(tmp_path / "task", TINY, file=tmp_path / "missing.npz", train=True) == "trained"
-    assert builds == [TINY]
-
-
-def test_unpacked_weights_are_not_packed_again_and_go_where_training_is_asked_for(packed, tmp_path, builds):
+def test_unpacked_weights_are_not_packed_again_and_give_way_to_training(packed, tmp_path, builds):
     ready_start.make_task(tmp_path / "task", TINY, file=packed[0])
     with pytest.raises(ValueError, match="its weights were unpacked, not trained"):
         generated.pack(tmp_path / "task", tmp_path / "file.npz")
@@ -132,7 +120,7 @@ def test_folder_of_someone_else_is_left_alone(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1 and (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens_more():
+def test_text_in_the_alphabet_round_trips_and_a_turn_costs_three_tokens():
     tokenizer, prompt = build_tokenizer(), Problem((3, 4, 2, 9), 8).prompt
     assert tokenizer.decode(tokenizer.encode(CHARACTERS, add_special_tokens=False)) == CHARACTERS
     other = tokenizer.encode("3é<|im_end|>", add_special_tokens=False)

@@ -26,12 +26,6 @@ def rows_of(out):
     return {split: pd.read_parquet(out / "reasoning_gym" / f"{split}.parquet") for split in ("train", "test")}
 
 
-def message(capsys):
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
-
-
 @pytest.fixture
 def library():
     """The package; its tests are skipped where run_scripts/setup.sh could not build it."""
@@ -39,8 +33,7 @@ def library():
 
 
 def test_rows_are_verls_and_none_held_out_is_trained_on(library, tmp_path):
-    arguments = ("--task", "chain_sum", "--config", FEW, "--rows", "60")
-    assert make(tmp_path, *arguments) == 0
+    assert make(tmp_path, "--task", "chain_sum", "--config", FEW, "--rows", "60") == 0
     files = rows_of(tmp_path)
     prompts = {split: [row["content"] for (row,) in rows.prompt] for split, rows in files.items()}
     together = [*prompts["train"], *prompts["test"]]
@@ -48,10 +41,6 @@ def test_rows_are_verls_and_none_held_out_is_trained_on(library, tmp_path):
     assert len(together) == len(set(together)) and 100 < len(prompts["test"]) <= 200
     assert set(files["train"].data_source) <= {"reasoning_gym/chain_sum"} and "<answer>" in prompts["test"][0]
     assert [row["index"] for row in files["test"].extra_info] == list(range(len(files["test"])))
-    again = tmp_path / "again"
-    assert make(again, *arguments) == 0
-    for split, rows in rows_of(again).items():
-        assert rows.to_dict("list").__repr__() == files[split].to_dict("list").__repr__()
 
 
 @pytest.mark.parametrize(("ask", "answer"), [("In <answer>.", "<answer>{}</answer>"), ("", "{}")])
@@ -68,7 +57,7 @@ def test_shots_are_solved_problems_that_no_row_asks(library, tmp_path, ask, answ
         assert said["content"] == answer.format(math.gcd(*numbers)) and asked["content"].endswith(ask)
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "rearc"])
+@pytest.mark.parametrize("name", ["chain_sum", "rearc"])
 def test_score_is_the_librarys_own_on_the_entry_that_was_written(library, name):
     options = {"seed": 5}
     data = library.create_dataset(name, **options)
@@ -84,19 +73,7 @@ def test_score_is_the_librarys_own_on_the_entry_that_was_written(library, name):
         assert task.compute_score("", f" {bare}\n", truth, untagged=True)["score"] == data.score_answer(bare, entry)
 
 
-def test_score_follows_the_options_that_the_rows_were_made_with(library):
-    scores = []
-    for places in (1, 9):
-        options = {"seed": 1, "max_num_decimal_places": places, "min_num_decimal_places": 1}
-        _, truth = next(task.problems("decimal_arithmetic", options))
-        right = float(ast.literal_eval(truth)[2]["answer"])
-        scores.append(task.compute_score("", f"<answer>{right + 0.04}</answer>", truth)["acc"])
-    assert scores == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("prime_factorization", "two times three"), ("n_queens", "exit()"), ("boxnet", "12")]
-)
+@pytest.mark.parametrize(("name", "text"), [("n_queens", "exit()"), ("boxnet", "12")])
 def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
     _, truth = next(task.problems(name, {"seed": 1}))
     assert task.compute_score("", f"<answer>{text}</answer>", truth)["score"] < 0.1
@@ -116,13 +93,11 @@ def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "--task: the name of a task"),
         (("--task", "chain_sums"), "--task=chain_sums: one of "),
         (("--task", "chain_sum", "--config", "{digits"), "--config={digits: an object in JSON"),
         (("--task", "chain_sum", "--config", '{"digits": 1}'), "options that chain_sum takes ("),
         (("--task", "chain_sum", "--config", '{"max_digits": 0}'), "max_digits must be >= min_digits"),
         (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),
-        (("--task", "chain_sum", "--rows", "0"), "--rows=0"),
         (("--task", "chain_sum", "--shots", "-1"), "--shots=-1: at least 0"),
         (("--task", "graph_color", "--shots", "1"), "--shots=1: 0 for graph_color, whose problems have no one answer"),
         (("--task", "chain_sum", "--config", FEW, "--held-out", "999"), "more problems"),
@@ -130,7 +105,8 @@ def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_
 )
 def test_mistake_is_one_line(library, tmp_path, capsys, arguments, said):
     assert make(tmp_path, *arguments) == 2
-    assert said in message(capsys)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
     assert not list(tmp_path.rglob("train.parquet"))
 
 
@@ -138,10 +114,10 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     task._data.cache_clear()
     assert make(tmp_path, "--task", "chain_sum") == 2
-    assert f"reasoning_gym is not installed: `{INSTALL_REASONING_GYM}` brings it" in message(capsys)
+    assert f"reasoning_gym is not installed: `{INSTALL_REASONING_GYM}` brings it" in capsys.readouterr().err
 
 
-def test_task_of_the_recipes_names_the_reward_and_the_package_that_it_needs(composed_config, monkeypatch):
+def test_task_of_the_recipes_names_its_reward_and_its_package(composed_config, monkeypatch):
     config = composed_config("recipe", "task=reasoning_gym")
     OmegaConf.resolve(config)
     reward = config.reward.custom_reward_function

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,6 @@ from tests.unit.runs import begun, build_group, build_round, build_run, default_
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
 
-RECORDED = Path(__file__).parents[1] / "studies/results/smollm_noPR"
 MOMENTS = st.integers(0, 30)
 
 
@@ -82,23 +80,6 @@ def test_figures_of_a_rollout_are_those_worked_out_by_hand(tmp_path):
     assert load_run(build_run(tmp_path / "c", slots_per_replica=1)).settings.full_concurrency == 2
 
 
-def test_length_bias_is_as_both_arms_log_it_after_the_last_step(tmp_path):
-    timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
-    biases = {step: {**timers, "0_overview/length_bias": step / 10} for step in range(1, 7)}
-    assert summary_of(build_run(tmp_path / "a", rounds=default_rounds(steps=6), metrics=biases)).length_bias == 0.6
-    assert summary_of(build_run(tmp_path / "b", metrics={1: biases[1]})).length_bias is None
-
-
-def test_report_says_of_each_run_where_its_terminal_warned_of_drift(tmp_path):
-    timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
-    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
-    drifts = {step: {**timers, "rollout_corr/k3_kl": value} for step, value in enumerate(kl, 1)}
-    rounds = default_rounds(steps=len(kl))
-    comparison = compared(tmp_path, base={"rounds": rounds}, other={"rounds": rounds, "metrics": drifts})
-    (warning,) = (line for line in comparison.warnings if "drifted" in line)
-    assert warning.startswith("PR drifted") and "at step 9, 11:" in warning
-
-
 def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
     rounds = default_rounds(steps=2)
     rounds[0]["trained"] = [build_group(0, [1, 3]), build_group(1, [9, 11])]
@@ -118,82 +99,50 @@ def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
 # -- the table of runs ---------------------------------------------------------------------------------------------------
 
 
-def validated(*sources, at, steps=3):
-    """Metrics of a run that validates at a step, as verl logs them."""
-    found = {}
-    for value, source in enumerate(sources, 1):
-        key = f"val-core/{source}/acc"
-        found |= {f"{key}/mean@8": value / 10, f"{key}/best@8/mean": value / 5, f"{key}/best@8/std": 0.01}
-        found |= {f"{key}/maj@8/mean": value / 8, f"val-aux/{source}/reward/mean@8": 9.0}
-    timers = {"timing_s/step": 600.0, "timing_s/gen": 10.0}
-    return {
-        step: {**timers, **(found | {"timing_s/testing": 1260.0} if step == at else {})} for step in range(steps + 1)
-    }
-
-
-def runs_table(comparison, title="Runs"):
-    (table,) = [table for table in tables(comparison) if table.title == title]
-    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+def validated(*, at):
+    """Metrics of a run that validates on two sets at one of its three steps, as verl logs them."""
+    scores = {"timing_s/testing": 1260.0, "val-aux/math/reward/mean@8": 9.0}
+    for value, key in enumerate(("val-core/math/acc", "val-core/aime/acc"), 1):
+        scores |= {f"{key}/mean@8": value / 10, f"{key}/best@8/mean": value / 5, f"{key}/best@8/std": 0.01}
+        scores |= {f"{key}/maj@8/mean": value / 8}
+    timers = {"timing_s/step": 600.0, "timing_s/gen": 10.0, "partial_rollout/rollout/device_use": 0.6}
+    return {step: {**timers, **(scores if step == at else {})} for step in range(4)}
 
 
 def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
     rounds = default_rounds(steps=3)
     runs = [
-        build_run(tmp_path / "a", rounds=rounds, metrics=validated("math", at=3), trainer="fsdp2"),
-        build_run(tmp_path / "b|2", rounds=rounds, metrics=validated("math", at=2), arm="PR", complete=False),
+        build_run(tmp_path / "a", rounds=rounds, metrics=validated(at=3), trainer="fsdp2"),
+        build_run(tmp_path / "b|2", rounds=rounds, metrics=validated(at=2), arm="PR", complete=False),
         build_run(tmp_path / "c", rounds=rounds, arm="PR", mode="april", placement="separate"),
     ]
-    first, second, third = runs_table(compare(list(map(load_run, runs))))
+    lines, by_source, *_ = tables(compare(list(map(load_run, runs))))
+    first, second, third = (dict(zip(lines.header, row, strict=True)) for row in lines.rows)
     assert first == {
         "run": "a", "mode": "noPR", "trainer, engine": "fsdp2, vLLM 0.0, in turn", "steps": "3", "time, h:mm": "0:51",
-        "mean@k": "0.100 @8", "best@k": "0.200 @8", "maj@k": "0.125 @8", "at step": "3", "empty slots": "50.0%",
-        "staleness, mean / p95 / max": "0.00 / 0 / 0",
+        "mean@k": "0.150 @8", "best@k": "0.300 @8", "maj@k": "0.188 @8", "at step": "3", "empty slots": "50.0%",
+        "devices busy": "60.0%", "staleness, mean / p95 / max": "0.00 / 0 / 0",
     }  # fmt: skip
     assert (second["mode"], second["steps"], second["at step"]) == ("PR, window", "3 so far", "2")
     assert (third["mode"], third["trainer, engine"]) == ("PR, april", "-, vLLM 0.0, separate")
-    assert third["mean@k"] == third["at step"] == "-"
+    assert third["mean@k"] == third["at step"] == third["devices busy"] == "-"
+    assert ["aime/acc, mean@8", "0.200", "0.200", "-"] in by_source.rows
     # In every form that is saved.
     assert main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
-    assert "0.100 @8" in capsys.readouterr().out
+    assert "0.150 @8" in capsys.readouterr().out
     text = (tmp_path / "out/report.md").read_text()
-    assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.100 @8 |" in text
+    assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.150 @8 |" in text
     assert r"| b\|2 | PR, window |" in text
-    assert "<td>0.100 @8</td>" in (tmp_path / "out/report.html").read_text()
+    assert "<td>0.150 @8</td>" in (tmp_path / "out/report.html").read_text()
     report = json.loads((tmp_path / "out/report.json").read_text())["runs"]["a"]
-    assert report["validation"] == {
-        "step": 3, "scores": {"mean@8": {"math/acc": 0.1}, "best@8": {"math/acc": 0.2}, "maj@8": {"math/acc": 0.125}}
-    }  # fmt: skip
+    assert report["validation"]["scores"]["maj@8"] == {"math/acc": 0.125, "aime/acc": 0.25}
     assert (report["total_s"], report["steps"], report["run"]["mode"]) == (3060, 3, "window")
-
-
-def test_devices_of_a_gpu_have_a_column_weighted_by_rollout_time(tmp_path):
-    rounds = default_rounds(steps=2)
-    rounds[1]["phase"]["end"] += 20
-    used = {1: 0.9, 2: 0.5}
-    timers = {"timing_s/step": 40.0, "timing_s/gen": 20.0}
-    metrics = {step: {**timers, "partial_rollout/rollout/device_use": use} for step, use in used.items()}
-    runs = [build_run(tmp_path / "a", rounds=rounds, metrics=metrics), build_run(tmp_path / "b", arm="PR")]
-    assert [line["devices busy"] for line in runs_table(compare(list(map(load_run, runs))))] == ["60.0%", "-"]
-
-
-def test_several_validation_sets_have_a_table_of_their_own(tmp_path):
-    metrics = validated("aime24", "math500", at=3)
-    comparison = compare([load_run(build_run(tmp_path / "a", rounds=default_rounds(steps=3), metrics=metrics))])
-    assert runs_table(comparison)[0]["mean@k"] == "0.150 @8"
-    by_source = runs_table(comparison, "Last validation, by data source")
-    assert [row[""] for row in by_source if "mean" in row[""]] == ["aime24/acc, mean@8", "math500/acc, mean@8"]
-    assert by_source[2] == {"": "aime24/acc, mean@8", "noPR": "0.100"}
-
-
-def test_recorded_run_on_a_real_model_is_a_line_too():
-    line = runs_table(compare([load_run(RECORDED)]))[0]
-    assert (line["mode"], line["steps"], line["time, h:mm"], line["mean@k"]) == ("noPR", "12", "0:11", "-")
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr_under_names_that_tell_them_apart(tmp_path, capsys):
+def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path, capsys):
     arms = {"pr_1": {"arm": "PR", "step_s": 15.0}, "plain": {}, "pr_2": {"arm": "PR"}}
     runs = [str(build_run(tmp_path / name / "seed_1", **settings)) for name, settings in arms.items()]
     assert main([*runs, "--out", str(tmp_path / "out")]) == 0
@@ -204,6 +153,20 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr_under_names_t
     against = report["against_base"]["pr_1/seed_1"]
     assert against["ratios"]["step_s"] == pytest.approx(0.75) and against["differences"] == []
     assert "0.75 of its step time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [2, 12])
+def test_headline_leaves_out_the_step_whose_engines_start_cold(tmp_path, steps):
+    """noPR's first round took 32 s in a fresh quick start, and PR's 4 s."""
+    base, other = default_rounds(steps), default_rounds(steps)
+    base[0]["phase"]["end"] += 500
+    for round_ in other:
+        round_["phase"]["end"] -= 5
+    comparison = compared(tmp_path, base={"rounds": base}, other={"rounds": other})
+    assert findings(comparison)[0] == (
+        f"The same {2 * steps} groups: per trained token, PR took 0.50 of noPR's rollout time and 1.00 of its step time, "
+        "without the first step after each start, whose engines are cold."
+    )
 
 
 def test_unequal_work_is_flagged_in_words(tmp_path):
@@ -222,40 +185,7 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 
 
-def slow_rounds(seconds, *, steps=3):
-    """``default_rounds``, in which the rollout of a step in ``seconds`` takes so long."""
-    rounds = default_rounds(steps)
-    for round_ in rounds:
-        round_["phase"]["end"] = round_["phase"]["start"] + seconds.get(round_["step"], 10)
-    return rounds
-
-
-@pytest.mark.parametrize("steps", [2, 3, 12])
-def test_headline_leaves_out_the_step_whose_engines_start_cold(tmp_path, steps):
-    """noPR's first round took 32 s in a fresh quick start, and PR's 4 s."""
-    other = default_rounds(steps)
-    for round_ in other:
-        round_["phase"]["end"] -= 5
-    comparison = compared(tmp_path, base={"rounds": slow_rounds({1: 500}, steps=steps)}, other={"rounds": other})
-    assert findings(comparison)[0] == (
-        f"The same {2 * steps} groups: per trained token, PR took 0.50 of noPR's rollout time and 1.00 of its step time, "
-        "without the first step after each start, whose engines are cold."
-    )
-    assert cells(comparison)["rollout per 1,000 trained tokens, warm"] == ["25.0 s", "12.5 s", "0.50"]
-
-
-def test_first_step_after_a_resume_is_cold_too_until_a_start_undoes_it(tmp_path):
-    rounds = slow_rounds({1: 500, 3: 500}, steps=4)
-    resumed = [*rounds[:2], begun(resumed=2), *rounds[2:]]
-    assert summary_of(build_run(tmp_path / "a", rounds=resumed)).rollout_s_per_trained_token == pytest.approx(10 / 400)
-    back = [*resumed, begun(resumed=1), *slow_rounds({2: 500}, steps=4)[1:]]
-    assert summary_of(build_run(tmp_path / "b", rounds=back)).rollout_s_per_trained_token == pytest.approx(10 / 400)
-    # A run of one step has no other.
-    alone = slow_rounds({1: 500}, steps=1)
-    assert summary_of(build_run(tmp_path / "c", rounds=alone)).rollout_s_per_trained_token == pytest.approx(500 / 400)
-
-
-def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp_path):
+def test_order_of_training_and_a_prompt_in_two_epochs_leave_work_equal(tmp_path):
     rounds = default_rounds()
     rounds[0]["trained"], rounds[1]["trained"] = rounds[1]["trained"], rounds[0]["trained"]
     assert compared(tmp_path / "order", other={"rounds": rounds}).others[0].differences == []
@@ -265,13 +195,21 @@ def test_order_of_training_and_one_prompt_in_two_epochs_leave_the_work_equal(tmp
     assert compared(tmp_path / "epochs", **both).others[0].differences == []
 
 
-def test_different_settings_an_unfinished_run_and_lost_samples_are_warned_of(tmp_path):
-    rounds = default_rounds()
+def test_unlike_settings_unfinished_runs_drift_and_losses_are_warned_of(tmp_path):
+    kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
+    timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
+    drifts = {step: {**timers, "rollout_corr/k3_kl": value} for step, value in enumerate(kl, 1)}
+    rounds = default_rounds(steps=len(kl))
+    base = {"rounds": default_rounds(steps=len(kl))}
     rounds[0]["lost_samples"] = 3
-    comparison = compared(tmp_path, other={"rounds": rounds, "replicas": 4, "complete": False})
-    assert "PR lost 3 samples; a sound run loses none" in comparison.warnings
+    comparison = compared(
+        tmp_path, base=base, other={"rounds": rounds, "metrics": drifts, "replicas": 4, "complete": False}
+    )
+    lost, drifted = comparison.warnings
+    assert lost == "PR lost 3 samples; a sound run loses none"
+    assert drifted.startswith("PR drifted") and "at step 9, 11:" in drifted
     assert cautions(comparison) == [
-        "PR is not complete: 2 steps so far",
+        "PR is not complete: 11 steps so far",
         "The runs differ in replicas: noPR 2, PR 4",
     ]
 
@@ -279,16 +217,15 @@ def test_different_settings_an_unfinished_run_and_lost_samples_are_warned_of(tmp
 # -- records that are damaged, cut off or of a run that was resumed ------------------------------------------------------
 
 
-def test_torn_lines_of_killed_processes_are_left_out(tmp_path):
-    path = build_run(tmp_path / "a", metrics={0: {"val-aux/x": None}})
-    first, rest = (path / "run.jsonl").read_text().split("\n", 1)
-    (path / "run.jsonl").write_text(f'{first}\n{{"event":"rou\n{first}\n{rest}')
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "da')
-    run = load_run(path)
-    assert [step.number for step in run.steps] == [1, 2]
-    in_log, in_metrics = run.warnings
-    assert "run.jsonl line 2: torn" in in_log and "metrics.jsonl line 4: torn" in in_metrics
+def test_resumed_run_counts_the_last_attempt_at_a_step_and_starts_cold(tmp_path):
+    first, again = default_rounds(steps=3), default_rounds(steps=4)[1:]
+    for cold in (first[0], again[0]):
+        cold["phase"]["end"] += 500
+    again[1]["trained"] = [build_group(9, [200, 200])]
+    run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
+    assert [group.lengths for group in run.trained_groups][4:6] == [[200, 200], [100, 100]]
+    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
+    assert Summary(run).rollout_s_per_trained_token == pytest.approx(10 / 400)
 
 
 def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
@@ -297,15 +234,6 @@ def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
     assert any("2 steps (3 to 4) with a round but no timers" in warning for warning in run.warnings)
     with pytest.raises(RunRecordError, match="no step has both a round"):
         load_run(build_run(tmp_path / "b", metrics={1: None, 2: {"val-core/acc": 0.5}}))
-
-
-def test_resumed_run_counts_the_last_attempt_at_a_step(tmp_path):
-    first, again = default_rounds(steps=3), default_rounds(steps=3)[1:]
-    for r in again:
-        r["trained"] = [build_group(9, [7, 7])]
-    run = load_run(build_run(tmp_path / "a", rounds=[*first, begun(resumed=1), *again]))
-    assert [group.lengths for group in run.trained_groups] == [[100, 100], [100, 100], [7, 7], [7, 7]]
-    assert any("2 steps (2 to 3) trained again" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])

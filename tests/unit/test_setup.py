@@ -37,10 +37,8 @@ def set_up(tmp_path):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
-    def call(*arguments, uv=True, **variables):
+    def call(*arguments, **variables):
         calls.write_text("")
-        if not uv:
-            (commands / "uv").unlink(missing_ok=True)
         env = {"PATH": f"{commands}:/usr/bin:/bin", "HOME": str(tmp_path), "CALLS": str(calls), **variables}
         command = ["bash", "run_scripts/setup.sh", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
@@ -51,18 +49,19 @@ def set_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("uv", "variables", "installer"),
-    [(True, {}, "uv"), (False, {}, "pip"), (True, {"PARTIAL_ROLLOUT_INSTALLER": "pip"}, "pip")],
+    ("variables", "installer"), [({}, "uv"), ({"NO_UV": "1"}, "pip"), ({"PARTIAL_ROLLOUT_INSTALLER": "pip"}, "pip")]
 )
-def test_uv_installs_where_it_is_installed_unless_pip_is_asked_for(set_up, uv, variables, installer):
-    if not uv and shutil.which("uv", path="/usr/bin:/bin"):
-        pytest.skip("there is a uv beside bash")
-    done = set_up(uv=uv, **variables)
+def test_uv_installs_where_it_is_installed_unless_pip_is_asked_for(set_up, tmp_path, variables, installer):
+    if "NO_UV" in variables:
+        (tmp_path / "commands" / "uv").unlink()
+        if shutil.which("uv", path="/usr/bin:/bin"):
+            pytest.skip("there is a uv beside bash")
+    done = set_up(**variables)
     assert done.code == 0, done.said
     assert [line.split()[0] for line in done.installs] == [installer] * 5
     assert "--no-deps -r" in done.installs[1] and "requirements-cpu.txt" in done.installs[1]
     # That of a GPU comes from its lock file alone.
-    packages, itself = set_up(uv=uv, PARTIAL_ROLLOUT_EXTRA="gpu", **variables).installs
+    packages, itself = set_up(PARTIAL_ROLLOUT_EXTRA="gpu", **variables).installs
     assert "--no-deps -r" in packages and "requirements-gpu.txt" in packages
     assert "--no-deps --no-build-isolation -e" in itself
 
@@ -112,25 +111,14 @@ def test_uv_takes_torchs_cpu_build_unless_pip_is_pointed_elsewhere(set_up):
     assert all("[links=/a/wheels,/b/wheels index=]" in line for line in by_file)
     by_variable = set_up(PIP_INDEX_URL="https://mirror.test/simple", PARTIAL_ROLLOUT_VENV=".venv-variable").installs
     assert all("index=https://mirror.test/simple]" in line for line in by_variable)
-    gpu = set_up(PARTIAL_ROLLOUT_EXTRA="gpu", PARTIAL_ROLLOUT_VENV=".venv-gpu").installs
-    assert "--torch-backend" not in "".join(by_file + by_variable + gpu)
-
-
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_says_what_it_does_and_installs_nothing(set_up, word):
-    done = set_up(word)
-    assert done.code == 0 and done.installs == []
-    said = "\n".join(done.said)
-    assert said.startswith("Installs the pinned environment") and "PARTIAL_ROLLOUT_EXTRA=gpu bash" in said
-    assert "set -euo" not in said and "#" not in said
+    assert "--torch-backend" not in "".join(by_file + by_variable)
 
 
 @pytest.mark.parametrize(
-    "arguments, variables, named",
+    ("arguments", "variables", "named"),
     [
         (["now"], {}, "now"),
         ([], {"PARTIAL_ROLLOUT_EXTRA": "tpu"}, "PARTIAL_ROLLOUT_EXTRA=tpu"),
-        ([], {"PARTIAL_ROLLOUT_INSTALLER": "conda"}, "PARTIAL_ROLLOUT_INSTALLER=conda"),
         ([], {"PARTIAL_ROLLOUT_VENV": "env"}, "PARTIAL_ROLLOUT_VENV=env"),
     ],
 )
@@ -138,9 +126,6 @@ def test_a_wrong_argument_is_one_line(set_up, arguments, variables, named):
     done = set_up(*arguments, **variables)
     assert done.code == 1 and len(done.said) == 1 and named in done.said[0]
     assert done.installs == []
-
-
-# -- the quick start: no earlier run is lost ---------------------------------------------------------------------------
 
 
 RUNS = """\
@@ -179,24 +164,14 @@ def quickstart(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("arguments", [["partial_rollout.max_stalenes=2"], ["--help"], ["-h"], ["--cfg", "job"]])
-def test_finished_run_stays_where_it_is_if_the_arguments_do_not_hold_or_ask_for_help(quickstart, tmp_path, arguments):
-    assert quickstart("data.seed=1")[0] == 0
-    before = {path: path.read_text() for path in sorted((tmp_path / "out").rglob("*")) if path.is_file()}
-    code, calls = quickstart(*arguments)
-    assert code == (0 if arguments[0] in ("--help", "-h") else 2)
-    assert {path: path.read_text() for path in sorted((tmp_path / "out").rglob("*")) if path.is_file()} == before
-    assert all("--check" in call for call in calls)
-
-
-def test_each_earlier_run_is_kept_beside_the_new_one(quickstart, tmp_path):
+def test_earlier_runs_are_kept_and_a_mistake_starts_none(quickstart, tmp_path):
+    # A mistake that concerns partial rollout alone is told before the other arm is trained, too.
+    for arguments, expected in ((["partial_rollout.max_stalenes=2"], 2), (["only_nopr=1"], 2), (["--help"], 0)):
+        code, calls = quickstart(*arguments)
+        assert code == expected and all("--check" in call for call in calls)
+    assert not (tmp_path / "out").exists()
     for seed in (1, 2, 3):
         assert quickstart(f"data.seed={seed}")[0] == 0
     for arm in ("noPR", "PR"):
-        kept = {name: (tmp_path / "out" / name / "run").read_text() for name in (f"{arm}.1", f"{arm}.2", arm)}
-        assert [f"data.seed={seed}" in text for seed, text in enumerate(kept.values(), 1)] == [True] * 3
-
-
-def test_mistake_that_concerns_partial_rollout_alone_is_told_before_the_other_arm_is_trained(quickstart, tmp_path):
-    code, calls = quickstart("only_nopr=1")
-    assert code == 2 and not (tmp_path / "out").exists() and all("--check" in call for call in calls)
+        kept = [(tmp_path / "out" / name / "run").read_text() for name in (f"{arm}.1", f"{arm}.2", arm)]
+        assert [f"data.seed={seed}" in text for seed, text in enumerate(kept, 1)] == [True] * 3

@@ -37,26 +37,19 @@ def build(resolved_config):
     return lambda *more: resolved_config("recipe", "experiment=gsm8k_calculator_1gpu_0.6b", "arm=pr", *more)
 
 
-def talk(config, tokenizer, *answers):
-    """The text of a conversation in which the model says ``answers``."""
-    write_in_full(config)
-    said = iter([tokenizer.encode(f"{text}<|im_end|>") for text in answers])
-    output = converse(config, tokenizer, "3 + 4?", lambda _: next(said))
-    return output, tokenizer.decode([*output.prompt_ids, *output.response_ids])
-
-
-def call(expression):
-    return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': expression}})}</tool_call>"
-
-
 def test_model_calls_the_calculator_in_qwens_format_and_reads_its_answer(build, tokenizer):
-    output, text = talk(build(), tokenizer, call("3 + 4"), "#### 7")
+    config, called = build(), json.dumps({"name": "calculator", "arguments": {"expression": "3 + 4"}})
+    turns = [f"<tool_call>{called}</tool_call><|im_end|>", "#### 7<|im_end|>"]
+    write_in_full(config)
+    said = map(tokenizer.encode, turns)
+    output = converse(config, tokenizer, "3 + 4?", lambda _: next(said))
+    text = tokenizer.decode([*output.prompt_ids, *output.response_ids])
     prompt, _, response = text.partition("3 + 4?<|im_end|>\n<|im_start|>assistant\n")
     assert '"name": "calculator"' in prompt and '"required": ["expression"]' in prompt
     assert response.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n#### 7<|im_end|>")
     assert output.num_turns == 4
     trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == f"{call('3 + 4')}<|im_end|>#### 7<|im_end|>"
+    assert tokenizer.decode(trained) == "".join(turns)
 
 
 @pytest.mark.parametrize(

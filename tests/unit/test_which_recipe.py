@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo, preflight
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.tools.__main__ import main as tools
 from recipe.partial_rollout.tools.check import machine
 from verl_ext import command
 
@@ -55,49 +54,23 @@ def refusal(done):
     return line
 
 
-def test_script_refuses_a_foreign_checkout_around_it_and_one_on_pythonpath(foreign, script, tmp_path):
-    """In the first, its Ray workers would run theirs."""
+def test_script_refuses_a_foreign_checkout_around_it_and_on_pythonpath(foreign, script, tmp_path):
+    """In the first, its Ray workers would run theirs. verl itself works there, with our patches in its processes."""
     line = refusal(python(script, "train", "--cfg", "job", cwd=foreign))
     assert f"a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout" in line
     line = refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT)))
     assert "this process would import" in line and line.endswith("or take that one off PYTHONPATH")
-
-
-def test_verl_itself_works_where_another_recipe_hides_ours(foreign):
-    """Our patches are in every process that imports verl."""
     done = python("-c", "import verl.trainer.constants_ppo as module; print(module.__name__)", cwd=foreign)
     assert done.stdout.strip().endswith("verl.trainer.constants_ppo"), done.stderr
 
 
-def test_script_refuses_a_package_that_hides_every_recipe_but_its_own(script, tmp_path):
-    (tmp_path / "recipe").mkdir()
+def test_script_runs_beside_other_recipes_unless_their_package_hides_it(script, tmp_path):
+    (tmp_path / "recipe" / "dapo").mkdir(parents=True)
+    done = python(script, "tools", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: partial-rollout tools"), done.stderr
     (tmp_path / "recipe" / "__init__.py").touch()
     line = refusal(python(script, "tools", "audit", cwd=tmp_path))
     assert f"a Ray worker would import recipe from {tmp_path}/recipe, not from {OURS}" in line
-
-
-def test_script_runs_ours_beside_other_recipes(script, tmp_path):
-    (tmp_path / "recipe" / "dapo").mkdir(parents=True)
-    done = python(script, "tools", "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: partial-rollout tools")
-
-
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        (["/a/bin/partial-rollout", "tools"], "partial-rollout tools audit"),
-        (["/a/bin/partial-rollout", "audit"], "partial-rollout audit"),
-        (["/a/tools/__main__.py"], "python -m recipe.partial_rollout.tools audit"),
-    ],
-)
-def test_help_of_a_tool_names_it_as_it_was_typed(monkeypatch, capsys, typed, name):
-    """``test_tools_help`` reads that of every tool."""
-    monkeypatch.setattr(sys, "argv", typed)
-    with pytest.raises(SystemExit) as caught:
-        tools(["audit", "--help"])
-    said = capsys.readouterr().out
-    assert caught.value.code == 0 and said.startswith(f"usage: {name}") and f"  {name}" in said
 
 
 def test_help_of_train_says_what_is_ours_before_what_is_hydras(monkeypatch, capsys):
@@ -108,17 +81,24 @@ def test_help_of_train_says_what_is_ours_before_what_is_hydras(monkeypatch, caps
         command.main(["train", "--help"])
     assert not caught.value.code
     said = capsys.readouterr().out
-    assert said.startswith("usage: partial-rollout train") and said.count("  partial-rollout train --config-name") == 3
+    assert said.startswith("usage: partial-rollout train")
     assert said.index("--check ") < said.index("groups (GROUP=NAME)") < said.index("--hydra-help")
-    assert len(said.splitlines()) < 100
 
 
-def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_import_theirs(foreign, monkeypatch):
+def test_trainer_and_check_refuse_where_ray_workers_would_import_theirs(foreign, monkeypatch):
     monkeypatch.chdir(foreign)
     said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
     with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
     assert said in machine.stack().said
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    monkeypatch.setattr(command, "_DEVICES", ())
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("VERL_PLATFORM", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -131,25 +111,17 @@ def test_trainer_and_setup_check_fail_before_ray_starts_where_its_workers_would_
     ],
 )
 def test_training_without_its_device_ends_in_a_line_before_ray(
-    monkeypatch, resolved_config, tmp_path, platform, variables, line
+    monkeypatch, no_device, resolved_config, tmp_path, platform, variables, line
 ):
     config = resolved_config("own_job", f"platform={platform}", f"trainer.default_local_dir={tmp_path}")
     monkeypatch.setattr(preflight, "foreign_recipe", lambda: None)
-    monkeypatch.setattr(command, "_DEVICES", ())
-    for name in ("VERL_PLATFORM", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{line}"):
         main_ppo.run(config)
 
 
-def test_devices_may_be_a_clusters(monkeypatch):
-    monkeypatch.setattr(command, "_DEVICES", ())
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_devices_may_be_a_clusters(monkeypatch, no_device):
     assert command.no_device("cuda", None) is not None and command.no_device("cuda", "10.0.0.1:6379") is None
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert command.no_device("cuda", None) is None

@@ -20,7 +20,6 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 
-_SHOWN = 20
 _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
 """settings that no process of a run may change"""
 
@@ -332,8 +331,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(result.table())
     if cut_off:
         print(f"{cut_off} lines were cut off by a dying process")
-    for line in result.violations[:_SHOWN]:
+    for line in result.violations:
         print(f"violation: {line}")
-    if len(result.violations) > _SHOWN:
-        print(f"and {len(result.violations) - _SHOWN} more violations")
     return 1 if result.violations else 0

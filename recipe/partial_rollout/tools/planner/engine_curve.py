@@ -20,8 +20,6 @@ _PASSES = 8
 curve itself"""
 _HUBER = 4.0
 """Huber threshold in median deviations; calls beyond it are down-weighted"""
-_FEWEST_READ = 0.1
-"""share of the decoded tokens; if fewer were prefilled again, they show other costs of resumption, not that of prefill"""
 _TINY_S = 1e-9
 """least duration of a step"""
 _FEWEST_CALLS = 16
@@ -76,10 +74,8 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
     Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
     its cores, calls take ten times as long as they should.
 
-    If almost no tokens were prefilled again (kept KV blocks), the cost of prefill cannot be determined and is set to 0.
-
-    Calls of several rounds may be given together: replicas are idle between rounds. The cost of a shortage of KV blocks
-    is not separated from the other terms; nor is that of contexts if a resumed call does not note its context.
+    Calls of several rounds may be given together: replicas are idle between rounds. The cost of prefill, and that of a
+    shortage of KV blocks, are not separated from the other terms.
 
     Raises:
         ValueError: the calls do not determine a curve; says what was fitted, why it cannot be trusted, and what to do.
@@ -92,14 +88,10 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
         raise _degenerate(f"{count} engine calls that decoded anything", f"at least {_FEWEST_CALLS} are needed")
     tokens = np.concatenate([span.tokens for span in spans])
     seconds = np.concatenate([span.seconds for span in spans])
-    read = np.concatenate([span.read_beside() for span in spans])
-    if sum(span.read.sum() for span in spans) < _FEWEST_READ * tokens.sum():
-        read = np.zeros_like(read)
-    contexts_known = all(span.contexts_known for span in spans)
     curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
     for i in range(2 * _PASSES):
         # First without contexts: they would fit outliers that have not lost their weight yet.
-        with_contexts = contexts_known and i >= _PASSES
+        with_contexts = i >= _PASSES
         running, contexts = (
             np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
         )
@@ -109,10 +101,10 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
             raise _degenerate(fitted, "they do not show the speed under other loads")
         # The duration of each step varies independently, by a share of itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
-        columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts, read], axis=1)
-        step_s, sample_s, context_s, prefill_s = nnls(columns * weight[:, None], seconds * weight)[0].tolist()
-        curve = EngineCurve(max(step_s, _TINY_S), sample_s, context_s, prefill_s)
-        off = np.abs(seconds / (columns @ np.array([curve.step_s, sample_s, context_s, prefill_s])) - 1)
+        columns = np.stack([tokens, tokens * running, tokens * contexts * with_contexts], axis=1)
+        step_s, sample_s, context_s = nnls(columns * weight[:, None], seconds * weight)[0].tolist()
+        curve = EngineCurve(max(step_s, _TINY_S), sample_s, context_s)
+        off = np.abs(seconds / (columns @ np.array([curve.step_s, sample_s, context_s])) - 1)
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
     fitted = f"{count} engine calls: a step of {curve.step_s:.2g} s + {curve.sample_s:.2g} s a sample"
     if (half := float(np.median(off))) > _MOST_OFF:
@@ -134,12 +126,8 @@ class _Spans:
 
     def __init__(self, calls: CallColumns) -> None:
         starts, ends = calls.column("busy_from"), calls.column("end")
-        self.tokens, self._begun_with, self.read = (
-            calls.column(name).astype(float) for name in ("tokens", "context_tokens", "resumed_tokens")
-        )
+        self.tokens, self._begun_with = (calls.column(name).astype(float) for name in ("tokens", "context_tokens"))
         self.seconds = ends - starts
-        self.contexts_known = not np.any((self._begun_with == 0) & (self.read > 0))
-        self._starts, self._ends = starts, ends
         moments, where = np.unique(np.concatenate([starts, ends]), return_inverse=True)
         self._from, self._to = where[: len(calls)], where[len(calls) :]
         self._running = self._between(np.ones(len(calls)))
@@ -171,14 +159,6 @@ class _Spans:
         np.add.at(change, self._from, figure)
         np.add.at(change, self._to, -figure)
         return np.cumsum(change)[:-1]
-
-    def read_beside(self) -> np.ndarray:
-        """[call]: tokens that the replica prefilled again while the call ran; all running calls wait for a prefill."""
-        order = np.argsort(self._starts, kind="stable")
-        total = np.concatenate([[0.0], np.cumsum(self.read[order])])
-        starts = self._starts[order]
-        until = total[np.searchsorted(starts, self._ends, side="left")]
-        return until - total[np.searchsorted(starts, self._starts, side="left")]
 
 
 @dataclass(frozen=True, slots=True)

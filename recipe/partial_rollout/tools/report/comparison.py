@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from msgspec import structs
@@ -16,8 +15,6 @@ from recipe.partial_rollout.tools.report.summary import FIGURES, Summary, ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.training.step_log import PolicyDrift
 
-PARTS = 4
-"""of a run, over which the range of a ratio is taken"""
 SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_replica", "verl", "vllm")
 
 
@@ -62,20 +59,6 @@ class Other(Side):
         if (theirs.rollout_s is None) is not (mine.rollout_s is None):
             # One is per second of rollout, the other per second of the run.
             found["decoded_tokens_per_s"] = None
-        return found
-
-    @cached_property
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        """Smallest and largest of a ratio among quarters, each over the base's same quarter; of runs of 8 steps or more."""
-        runs = self.base.run, self.run
-        if any(run.settings.separate or len(run.steps) < 2 * PARTS for run in runs):
-            return {}
-        quarters = [_quarters(run) for run in runs]
-        found = {}
-        for name in ("rollout_s_per_trained_token", "step_s_per_trained_token"):
-            theirs, mine = ([getattr(each, name) for each in of_run] for of_run in quarters)
-            ratios = [known for known in map(ratio, mine, theirs) if known is not None]
-            found[name] = min(ratios), max(ratios)
         return found
 
     @cached_property
@@ -141,11 +124,6 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
     return next(names for names in (arms, directories, numbers) if len(set(names)) == len(runs))
 
 
-def _quarters(run: RunRecord) -> list[Summary]:
-    bounds = [len(run.steps) * part // PARTS for part in range(PARTS + 1)]
-    return [Summary(replace(run, steps=run.steps[first:last])) for first, last in itertools.pairwise(bounds)]
-
-
 def as_json(comparison: Comparison) -> dict[str, object]:
     """The content of `report.json`, but for the findings."""
     return {
@@ -163,8 +141,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
         },
         "base": comparison.base.name,
         "against_base": {
-            side.name: {"ratios": side.ratios, "ranges": side.ranges, "differences": side.differences}
-            for side in comparison.others
+            side.name: {"ratios": side.ratios, "differences": side.differences} for side in comparison.others
         },
         "unlike": comparison.unlike,
         "warnings": comparison.warnings,

@@ -52,25 +52,12 @@ def cautions(comparison: Comparison) -> list[str]:
 
 def _part(value: float | None) -> str:
     """0.48 as '0.48 of', 1.2 as '1.20 times'."""
-    if value is None:
-        return "an unknown share of"
-    return f"{value:.2f} {'times' if value > 1 else 'of'}"
+    return f"{units.decimal(value)} {'times' if value and value > 1 else 'of'}"
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """The headline, then one or two sentences for each run but the base."""
-    lines = [f"{line}." for line in headline(comparison)]
-    for other in comparison.others:
-        lines += [*_quarters(other), _cost(other)]
-    return lines
-
-
-def _quarters(other: Other) -> list[str]:
-    return [
-        f"By quarters of the run, {other.name} took {low:.2f} to {high:.2f} of {other.base.name}'s "
-        f"{name.partition('_')[0]} time."
-        for name, (low, high) in other.ranges.items()
-    ]
+    """The headline, then a sentence for each run but the base."""
+    return [*(f"{line}." for line in headline(comparison)), *map(_cost, comparison.others)]
 
 
 def _cost(other: Other) -> str:

@@ -8,9 +8,6 @@ import numpy as np
 
 from recipe.partial_rollout.tools.run_record import RunRecord
 
-LONGEST_MS = 2**32 - 1
-"""The page counts milliseconds in 32 bits: 49 days."""
-
 
 def drawn(run: RunRecord) -> dict[str, Any]:
     """The steps that count; times in ms from the first round."""
@@ -96,10 +93,9 @@ def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _ms(seconds: float | None) -> int | None:
-    return None if seconds is None else min(LONGEST_MS, max(0, round(seconds * 1e3)))
+    return None if seconds is None else max(0, round(seconds * 1e3))
 
 
 def _column(values: np.ndarray, kind: type[np.generic]) -> str:
     """Base64 of the little-endian numbers."""
-    rounded = np.minimum(np.round(values), float(LONGEST_MS)) if kind is np.uint32 else values
-    return base64.b64encode(rounded.astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()
+    return base64.b64encode(np.rint(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()

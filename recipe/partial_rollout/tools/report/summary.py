@@ -271,16 +271,6 @@ class Summary:
         """From the decision to interrupt a round until every engine was quiet."""
         return spread([each.interrupt_s for each in self.run.rounds if each.interrupt_s is not None])
 
-    @figure("resume, mean / p95 / max", units.spread_s)
-    def resume_s(self) -> Spread | None:
-        """From the opening of a round to its first engine call."""
-        return spread([each.resume_s for each in self.run.rounds if each.resume_s is not None])
-
-    @figure("carried groups a round, mean / p95 / max", units.spread)
-    def carried_groups(self) -> Spread | None:
-        """Unfinished groups that a round started with."""
-        return spread([round_.carried_groups for round_ in self.run.rounds])
-
     @figure("lost samples", units.count)
     def lost_samples(self) -> int:
         """The most that a round counted as unaccounted for; a sound run loses none."""

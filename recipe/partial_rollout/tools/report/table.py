@@ -26,7 +26,6 @@ SETTINGS = {
 """Row of the table of settings, and what it is."""
 
 
-DEVICES = "devices busy"
 RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
     ("run", lambda side: side.name, "Its arm, or its directory."),
     ("mode", lambda side: _mode(side.run.settings), "noPR: verl's synchronous rollout; else partial_rollout.mode."),
@@ -52,7 +51,7 @@ RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
         "Share of the slots that a full batch fills which stood empty (the bubble), over rollout time.",
     ),
     (
-        DEVICES,
+        "devices busy",
         lambda side: units.share(side.summary.device_use),
         "Share of rollout time in which a kernel ran on the GPUs of the driver's node, by NVML.",
     ),
@@ -97,10 +96,8 @@ def tables(comparison: Comparison) -> list[Table]:
 
 def _runs(comparison: Comparison) -> Table:
     """A line a run."""
-    sampled = any(side.summary.device_use is not None for side in comparison.sides)
-    shown = [column for column in RUN_COLUMNS if sampled or column[0] != DEVICES]
-    table = Table.of("Runs", comparison.sides, [(name, cell) for name, cell, _ in shown])
-    return replace(table, about=[f"{name}: {it}" for name, _, it in shown])
+    table = Table.of("Runs", comparison.sides, [(name, cell) for name, cell, _ in RUN_COLUMNS])
+    return replace(table, about=[f"{name}: {it}" for name, _, it in RUN_COLUMNS])
 
 
 def _mode(settings: RunSettings) -> str:

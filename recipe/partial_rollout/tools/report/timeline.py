@@ -112,10 +112,8 @@ def _label_rounds(axes: Axes, run: RunRecord) -> None:
 
 def _draw_legend(figure: Figure) -> None:
     """List each name that is drawn, once."""
-    by_name: dict[str, Any] = {}
-    for axes in figure.axes:
-        for drawn, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            by_name.setdefault(name, drawn)
+    drawn = [axes.get_legend_handles_labels() for axes in figure.axes]
+    by_name = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
     figure.legend(
         list(by_name.values()), list(by_name), loc="outside lower center", ncols=min(5, len(by_name)),
         frameon=False, fontsize=9, handlelength=2.4, columnspacing=1.4,
