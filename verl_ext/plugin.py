@@ -13,7 +13,7 @@ from verl_ext import (
     reward_workers,
     trained_rows,
     v1,
-    weight_socket,
+    sockets,
     whole_prompts,
 )
 from verl_ext.guard import (
@@ -37,6 +37,7 @@ ALWAYS = (
 IN_RECIPE = (
     ("transformers.modeling_utils", packed_attention.register),
     ("verl.utils.model", packed_attention.build_critics),
+    ("verl.single_controller.ray.base", sockets.choose_port),
     ("verl.utils.torch_functional", chunked_log_probs.patch),
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
@@ -46,8 +47,8 @@ IN_RECIPE = (
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),
     ("verl.experimental.reward_loop.reward_manager.base", reward_workers.widen),
     ("verl.experimental.agent_loop.agent_loop", whole_prompts.patch),
-    ("verl.workers.rollout.vllm_rollout.vllm_rollout", weight_socket.name_sender),
-    ("verl.workers.rollout.vllm_rollout.vllm_async_server", weight_socket.name_receiver),
+    ("verl.workers.rollout.vllm_rollout.vllm_rollout", sockets.name_sender),
+    ("verl.workers.rollout.vllm_rollout.vllm_async_server", sockets.name_receiver),
     ("transfer_queue.client", v1.bound_controller),
 )
 """(module, its patch), on every platform"""

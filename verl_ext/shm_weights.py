@@ -30,7 +30,7 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from verl_ext.guard import VERL, require
-from verl_ext.weight_socket import job_key
+from verl_ext.sockets import job_key
 
 require("verl", VERL, "shm_weights")
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from recipe.partial_rollout.checkpoint.run_checkpoints import locked
+from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
@@ -123,6 +125,39 @@ class _AboveProgressBar(logging.Handler):
         tqdm.write(self.format(record))
 
 
+def spare_caches() -> None:
+    """Point caches at a temporary directory where home or cache cannot be written: a cache must not end a run.
+
+    It holds for the libraries of this process and its children. They still read what the home holds: models of the hub,
+    SwanLab's key, Ray's token.
+    """
+    # Without a home it stays as it is.
+    home = Path(os.path.expanduser("~"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
+    refused = [directory for directory in (home, cache, hub) if not (directory.is_absolute() and writable(directory))]
+    if not refused:
+        return
+    spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
+    print(f"{refused[0]} cannot be written: what this run caches is in {spare}", file=sys.stderr)
+    if hub in refused:
+        # Tables made of data files, and code that models bring.
+        for part in ("datasets", "modules"):
+            os.environ.setdefault(f"HF_{part.upper()}_CACHE", f"{spare}/{part}")
+    if refused == [hub]:
+        return
+    if (cache / "huggingface").is_dir():
+        os.environ.setdefault("HF_HOME", str(cache / "huggingface"))
+    os.environ["XDG_CACHE_HOME"] = spare
+    if home in refused:
+        for variable in ("XDG_CONFIG_HOME", "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE"):
+            os.environ.setdefault(variable, spare)
+        if not (home / ".swanlab").is_dir():
+            os.environ.setdefault("SWANLAB_SAVE_DIR", spare)
+        if not ((home / ".ray" / "auth_token").is_file() or os.environ.get("RAY_ADDRESS")):
+            os.environ.setdefault("RAY_AUTH_TOKEN", uuid4().hex)
+
+
 def show_warnings() -> None:
     """Let the recipe's warnings reach the terminal; a library that vLLM imports mutes the root logger below ERROR."""
     ours = logging.getLogger(_HERE)
@@ -177,7 +212,11 @@ def _main() -> None:
                 raise
             codes.append(end.code)
 
-    in_one_line(composed)
+    def program() -> None:
+        spare_caches()
+        composed()
+
+    in_one_line(program)
     if failed := [code for code in codes if code]:
         sys.exit(failed[0])
 

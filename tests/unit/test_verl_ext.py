@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, vllm_plugin, weight_socket
+from verl_ext import guard, vllm_plugin, sockets
 from verl_ext.guard import UnsupportedVersionError, require, untested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
@@ -289,13 +289,13 @@ def test_each_tracker_is_finished_once_with_the_exit_code_of_the_training(monkey
     assert codes == [code], "its destructor has nothing to do"
 
 
-def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):
+def test_both_ends_of_a_sockets_are_named_by_their_ray_session(monkeypatch):
     import verl.workers.rollout.vllm_rollout.vllm_async_server as receiver
     import verl.workers.rollout.vllm_rollout.vllm_rollout as sender
 
     def names(session):
         context = SimpleNamespace(get_job_id=lambda: "01000000", get_session_name=lambda: session)
-        monkeypatch.setattr(weight_socket.ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(sockets.ray, "get_runtime_context", lambda: context)
         monkeypatch.setenv("VERL_RAY_JOB_ID", "")
 
         class End:
@@ -304,8 +304,8 @@ def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch
             zmq_handle = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
 
         ends = SimpleNamespace(ServerAdapter=End, vLLMHttpServer=type("Receiver", (), {}))
-        weight_socket.name_sender(ends)
-        weight_socket.name_receiver(ends)
+        sockets.name_sender(ends)
+        sockets.name_receiver(ends)
         ends.vLLMHttpServer()
         return End().zmq_handle, f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-0.sock"
 

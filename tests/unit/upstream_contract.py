@@ -60,9 +60,11 @@ transfer_queue:KVBatchMeta <- rounds trainer
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner
     has: role_worker_mapping __init__ add_actor_rollout_worker add_critic_worker add_reward_model_resource_pool
         init_resource_pool_mgr
+verl.single_controller.ray.base:RayWorkerGroup <- sockets
+    calls: __init__(*, master_port_range)
 verl.workers.engine_workers:ActorRolloutRefWorker <- trainer_run weight_transfer
     calls: set_loss_fn(loss_fn) update_weights(*, global_steps, mode) execute_checkpoint_engine(method)
-verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter <- replica weight_socket
+verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter <- replica sockets
     has: server_handle zmq_handle __init__
     reads: update_weights_from_ipc update_verl_delta_weights
 verl.single_controller.ray.base <- replica
@@ -108,7 +110,7 @@ verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer rule
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
     has: servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests
         resume_generation sleep
-verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer <- replica weight_socket
+verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer <- replica sockets
     has: config engine global_steps node_rank __init__
     calls: run_server(args) abort_all_requests(reset_prefix_cache, reject_request) clear_kv_cache()
         collective_rpc(method) generate(prompt_ids, sampling_params, request_id) resume_engine_generation()

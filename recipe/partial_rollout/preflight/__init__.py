@@ -67,8 +67,11 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
+    # Where vLLM does not fit, verl goes on without the recipe's platform, so what follows would fail by its absence.
+    # A trainer that is no section is named with the other keys.
+    if OmegaConf.is_dict(config.trainer):
+        _run(check_device, config, "missing", refuse)
     settings = check_settings(config, refuse)
-    _run(check_device, config, "missing", refuse)
     _run(check_ray_address, config, "missing", refuse)
     if not _run(missing_packages, config, "missing", refuse):
         _run(lambda config: choose_mode(config.trainer.logger), config, "setting", refuse)

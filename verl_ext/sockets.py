@@ -1,12 +1,13 @@
-"""Patches of the socket between a trainer's worker and its engine: a name that no other run has.
+"""Patches of verl's sockets: a trainer and its engine meet at a name, and the trainers at a port, that no other process takes.
 
-They may go when verl names it by the run.
+They may go when verl names the first by the run, and listens on the port that it finds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 from typing import Any
 
 import ray
@@ -44,3 +45,16 @@ def name_receiver(module: Any) -> None:
         verls(self, *args, **kwargs)
         # The engine's processes, started later, take it from the environment.
         os.environ["VERL_RAY_JOB_ID"] = job_key()
+
+
+def choose_port(module: Any) -> None:
+    """The trainers of a group meet at a port below those that Linux assigns (32,768 and up).
+
+    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
+    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE.
+    """
+
+    @around(module.RayWorkerGroup, "__init__")
+    def __init__(verls: Any, *args: Any, **kwargs: Any) -> None:
+        first = random.randrange(10_000, 31_000)
+        verls(*args, **{"master_port_range": [first, first + 1_000], **kwargs})
