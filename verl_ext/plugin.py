@@ -11,9 +11,9 @@ from verl_ext import (
     chunked_log_probs,
     packed_attention,
     reward_workers,
+    sockets,
     trained_rows,
     v1,
-    sockets,
     whole_prompts,
 )
 from verl_ext.guard import (

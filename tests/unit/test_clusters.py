@@ -8,12 +8,12 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import yaml
 from omegaconf import OmegaConf
-from verl.single_controller.ray import RayWorkerGroup
 
 from recipe.partial_rollout import task_runner
 from recipe.partial_rollout.config.keys import ConfigError

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_ext import guard, vllm_plugin, sockets
+from verl_ext import guard, sockets, vllm_plugin
 from verl_ext.guard import UnsupportedVersionError, require, untested_pair
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
