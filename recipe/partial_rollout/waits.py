@@ -37,8 +37,6 @@ def one_line(error: BaseException | None) -> str:
 
 ERROR_LOG = "error.log"
 """file of the run directory with the traceback of a training that failed"""
-_LONGEST = 16_384
-"""characters of a traceback that leaves its process"""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.MULTILINE)
 _CHAINED = re.compile(r"^(?:The above exception was the direct cause|During handling of the above)", re.MULTILINE)
 _NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollout/worker/")
@@ -60,8 +58,6 @@ class ToldError:
         # Python prints the first cause first.
         frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(_CHAINED.split(text, maxsplit=1)[0])]
         users = [frame for frame in frames if not _NOT_THE_USERS.search(frame)]
-        if len(text) > _LONGEST:
-            text = f"{text[: _LONGEST // 2]}\n...\n{text[-_LONGEST // 2 :]}"
         return cls(one_line(error), (users or frames or ["?"])[-1], text)
 
     @property

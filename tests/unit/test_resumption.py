@@ -22,6 +22,7 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.check.command import check_run
 
 ARMS = {"PR": True, "noPR": False}
+BATCH_OF_8 = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 TRAIN = task_runner.TaskRunner.train
 ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 
@@ -131,23 +132,16 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
     start(*KEEPS, save=2)
     before = listing(tmp_path / "run", "run.lock")
     for change, message in CHANGES:
-        batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=8",) if "batch" in change else ()
         with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
-            start(*KEEPS, change, *batch)
+            start(*KEEPS, change, *[BATCH_OF_8] * ("batch" in change))
         assert listing(tmp_path / "run", "run.lock") == before, change
-
-
-def test_bound_of_zero_is_told_as_the_number_that_it_is(start):
-    start(*KEEPS, save=2)
+    # A number that is falsy is told as the number that it is.
     with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: at least 2, as in"):
         start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
-
-
-def test_run_that_starts_over_may_change_them_all(start):
-    start(*KEEPS, save=2)
-    batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    runner = start(*KEEPS, *[change for change, _ in CHANGES], batch, "trainer.resume_mode=disable")
-    assert runner.files.checkpoints.resumed_step == 0
+    longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
+    assert start(*KEEPS, *longer, "trainer.total_epochs=9").files.checkpoints.resumed_step == 2
+    over = start(*KEEPS, *[change for change, _ in CHANGES], BATCH_OF_8, "trainer.resume_mode=disable")
+    assert over.files.checkpoints.resumed_step == 0, "it starts over"
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -185,9 +179,8 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pd.DataFrame(made).to_parquet(tmp_path / "grouped.parquet", row_group_size=7)
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
-    files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
-    assert start(f"data.train_files={tmp_path}/{files[0]}").files.checkpoints.resumed_step == 2
-    assert start(f"data.train_files={files[1].format(tmp_path)}").files.checkpoints.resumed_step == 2
+    for files in ("{0}/grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"):
+        assert start(f"data.train_files={files.format(tmp_path)}").files.checkpoints.resumed_step == 2
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -202,21 +195,16 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
         start(*alone, "trainer.n_gpus_per_node=2")
 
 
-@pytest.mark.parametrize("name", ["global_step_2.bak", "best_global_step_2", "global_step_"])
-def test_checkpoint_by_a_name_that_says_no_step_is_refused(start, tmp_path, name):
-    start(save=2)
-    shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / name)
-    with pytest.raises(ConfigError, match=r"^trainer.resume_from_path=.*: an existing .*/global_step_K"):
-        start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}")
-
-
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
-def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start, arm, other):
+def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp_path, arm, other):
     start(arm=other, save=2)
     words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-    assert start(arm=other).files.checkpoints.resumed_step == 2
+    for name in ("global_step_2.bak", "best_global_step_2", "global_step_"):
+        shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / name)
+        with pytest.raises(ConfigError, match=r"^trainer.resume_from_path=.*: an existing .*/global_step_K"):
+            start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}", arm=other)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +237,10 @@ def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
         assert (over in capsys.readouterr().out) == (not starts and last == 6)
 
 
-def test_longer_samples_and_more_steps_go_on(start):
-    start(save=2)
-    longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*longer, "trainer.total_epochs=9").files.checkpoints.resumed_step == 2
-
-
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
+    with pytest.raises(ConfigError, match="resume_mode=never: one of"):
+        start("trainer.resume_mode=never")
+    assert not (tmp_path / "run").exists(), "a start that is refused leaves no directory"
     start(save=2)
     processes = multiprocessing.get_context("fork")
     ours, theirs = processes.Pipe()
@@ -270,10 +255,8 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert ours.recv() == "held"
     before = listing(tmp_path / "run")
     held = f"process {other.pid} on host {os.uname().nodename} "
-    words = rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"):
         start()
-    assert listing(tmp_path / "run") == before
     start("trainer.val_only=True")
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
@@ -284,9 +267,7 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     (tmp_path / "global_step_1").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"^trainer.default_local_dir=.*its checkpoints have changed during this start"
-    ):
+    with pytest.raises(ConfigError, match=r"^trainer.default_local_dir=.*checkpoints have changed during this start"):
         checkpoints.begin()
 
 
@@ -298,9 +279,3 @@ def test_file_system_without_locks_takes_a_run_all_the_same(tmp_path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", flock)
     with locked(tmp_path):
         assert (tmp_path / "run.lock").exists()
-
-
-def test_refused_start_leaves_no_directory(start, tmp_path, inputs):
-    with pytest.raises(ConfigError, match="resume_mode=never: one of"):
-        start("trainer.resume_mode=never")
-    assert not (tmp_path / "run").exists()

@@ -15,7 +15,9 @@ import numpy as np
 
 _ARRAY, _SCALAR, _OBJECTS, _TUPLE = 1, 2, 3, 4
 _DTYPE = re.compile(r"\|b1|\|[iu]1|<[iu][248]|<f[248]|<U[0-9]{1,6}")
-_ALLOWED = "plain values (integers of at most 64 bits), lists, tuples, dictionaries, numpy arrays of bool, int, float, str"
+_ALLOWED = (
+    "plain values (integers of at most 64 bits), lists, tuples, dictionaries, numpy arrays of bool, int, float, str"
+)
 _ERRORS = "surrogatepass"
 """a prompt may hold a lone surrogate, which strict UTF-8 cannot"""
 
