@@ -81,6 +81,10 @@ def at(step, trained=None, *groups, lines=GOOD, **fields):
     return [*lines[:step], round_, *lines[step + 1 :]]
 
 
+def sampled(step, *groups):
+    return at(step, *groups, lines=SAMPLED)
+
+
 def with_group(uid, **fields):
     """``GOOD``, the second group of whose last step is this one."""
     return at(4, [group("1/2"), group(uid, **fields)], "1/2 1/3")
@@ -97,67 +101,52 @@ def filtered_at(birth, bound):
 
 
 LATE = {"staleness": [2, 2], "off_policy_tokens": 1}
-WRONG = [
-    ("prompt 1/1 was lost: never trained", at(3, "1/0", "1/1")),
-    ("prompt 0/1 was trained in step 4, and trained in step 2", at(4, "1/2 1/3 0/1", "1/2 1/3")),
-    ("prompt 1/3 was trained in step 4 and not admitted before", at(4, "1/2 1/3", "1/2")),
-    (
-        "prompt 1/0 was trained in step 3 and not admitted before",
-        [*GOOD[:2], round_of(2, "0/1 0/3", "0/3"), GOOD[3], round_of(4, "1/2 1/3", "1/0 1/2 1/3"), ended(4)],
-    ),
-    ("prompt 0/1 was admitted in step 4, and admitted in step 1", at(4, "1/2 1/3", "1/2 1/3 0/1")),
-    ("prompts 0/0 and 1/3 have one dispatch order", with_group("1/3", order=0)),
-    ("prompts 1/2 and 1/3 have one row of the data", with_group("1/3", prompt="2")),
-    ("step 1 trained 3 groups of 2", [RUN, round_of(1, "0/0 0/1 0/2", "0/0 0/1 0/2")]),
-    ("step 2 trained 1 groups of 2", [RUN, GOOD[1], round_of(2, "0/1", "0/3 1/0")]),
-    ("step 2 trained 12 tokens of version 1; no engine call of its round decoded any", at(2, **calls(0, 1))),
-    *(
-        (
-            f"prompt 1/3 was trained in step 4 with birth {birth} and staleness {ages}: a birth of 2 to {3 - max(ages)}",
-            with_group("1/3", birth=birth, staleness=ages, off_policy_tokens=max(ages)),
-        )
+WRONG = {
+    "prompt 1/1 was lost: never trained": at(3, "1/0", "1/1"),
+    "prompt 0/1 was trained in step 4, and trained in step 2": at(4, "1/2 1/3 0/1", "1/2 1/3"),
+    "prompt 1/3 was trained in step 4 and not admitted before": at(4, "1/2 1/3", "1/2"),
+    "prompt 1/0 was trained in step 3 and not admitted before": [
+        *GOOD[:2], round_of(2, "0/1 0/3", "0/3"), GOOD[3], round_of(4, "1/2 1/3", "1/0 1/2 1/3"), ended(4)
+    ],
+    "prompt 0/1 was admitted in step 4, and admitted in step 1": at(4, "1/2 1/3", "1/2 1/3 0/1"),
+    "prompts 0/0 and 1/3 have one dispatch order": with_group("1/3", order=0),
+    "prompts 1/2 and 1/3 have one row of the data": with_group("1/3", prompt="2"),
+    "step 1 trained 3 groups of 2": [RUN, round_of(1, "0/0 0/1 0/2", "0/0 0/1 0/2")],
+    "step 2 trained 1 groups of 2": [RUN, GOOD[1], round_of(2, "0/1", "0/3 1/0")],
+    "step 2 trained 12 tokens of version 1; no engine call of its round decoded any": at(2, **calls(0, 1)),
+    **{
+        f"prompt 1/3 was trained in step 4 with birth {birth} and staleness {ages}: a birth of 2 to {3 - max(ages)}":
+            with_group("1/3", birth=birth, staleness=ages, off_policy_tokens=max(ages))
         for birth, ages in ((1, [0, 0]), (1, [1, 0]), (3, [0, 1]), (4, [0, 0]))
-    ),
-    ("prompt 7/0 was trained in step 4: the training has no such prompt", at(4, "1/2 1/3 7/0", "1/2 1/3")),
-    ("sample 1/3#0 was trained in step 4 with staleness 2: at most 1", with_group("1/3", **LATE)),
-    ("prompt 1/3 was trained in step 4 with 1 samples of 2", with_group("1/3", samples=1)),
-    (
-        "prompt 1/3 in step 4: 100 off-policy tokens of 5 generated ones in 6 are impossible",
+    },
+    "prompt 7/0 was trained in step 4: the training has no such prompt": at(4, "1/2 1/3 7/0", "1/2 1/3"),
+    "sample 1/3#0 was trained in step 4 with staleness 2: at most 1": with_group("1/3", **LATE),
+    "prompt 1/3 was trained in step 4 with 1 samples of 2": with_group("1/3", samples=1),
+    "prompt 1/3 in step 4: 100 off-policy tokens of 5 generated ones in 6 are impossible":
         with_group("1/3", tokens=5, off_policy_tokens=100),
-    ),
-    (
-        "prompt 1/3 in step 4: 0 off-policy tokens do not agree with staleness [1, 0]",
-        with_group("1/3", staleness=[1, 0]),
-    ),
-    ("step 2 has 2 rounds", [*GOOD[:3], round_of(2, ""), *GOOD[3:]]),
-    ("step 2 has 0 rounds", [*GOOD[:2], *GOOD[3:]]),
-    ("the round of step 2 under version 1 has engine calls of version 2", at(2, **calls(20, 2))),
-    ("3 samples were unaccounted for after the round of step 2", at(2, lost_samples=3)),
-    ("a resumed run changed arm from PR to noPR", [*GOOD[:3], resumed(2, arm="noPR"), *GOOD[3:]]),
-    ("a resumed run changed batch_groups from 2 to 4", [*GOOD[:3], resumed(2, batch_groups=4), *GOOD[3:]]),
-    ("prompt 0/1 was lost: later ones were admitted, it was not", [RUN, round_of(1, "0/0 0/2", "0/0 0/2")]),
-    (
-        "5 prompts are admitted and not trained, admission allows 4: 1 were lost, the first maybe 0/0",
+    "prompt 1/3 in step 4: 0 off-policy tokens do not agree with staleness [1, 0]": with_group("1/3", staleness=[1, 0]),
+    "step 2 has 2 rounds": [*GOOD[:3], round_of(2, ""), *GOOD[3:]],
+    "step 2 has 0 rounds": [*GOOD[:2], *GOOD[3:]],
+    "the round of step 2 under version 1 has engine calls of version 2": at(2, **calls(20, 2)),
+    "3 samples were unaccounted for after the round of step 2": at(2, lost_samples=3),
+    "a resumed run changed arm from PR to noPR": [*GOOD[:3], resumed(2, arm="noPR"), *GOOD[3:]],
+    "a resumed run changed batch_groups from 2 to 4": [*GOOD[:3], resumed(2, batch_groups=4), *GOOD[3:]],
+    "prompt 0/1 was lost: later ones were admitted, it was not": [RUN, round_of(1, "0/0 0/2", "0/0 0/2")],
+    "5 prompts are admitted and not trained, admission allows 4: 1 were lost, the first maybe 0/0":
         [RUN, round_of(1, "0/1", "0/0 0/1 0/2 0/3 1/0 1/1")],
-    ),
-    *(
-        (violation, at(step, *groups, lines=SAMPLED))
-        for violation, step, *groups in (
-            ("prompt 0/3 was filtered in step 1, and trained in step 1", 1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/3 0/1"),
-            ("prompt 0/1 was filtered in step 2, and filtered in step 1", 2, "1/0 1/1", "1/0 1/1", "0/2 0/1"),
-            ("prompt 1/2 was filtered in step 2 and not admitted before", 2, "1/0 1/1", "1/0 1/1", "0/2 1/2"),
-            ("prompt 0/2 was lost: never trained", 2, "1/0 1/1", "1/0 1/1"),
-        )
-    ),
-    ("prompt 0/2 was filtered in step 2 with birth 2: a birth of 0 to 1", filtered_at(2, bound=1)),
-    ("prompt 0/2 was filtered in step 2 with birth 0: a birth of 1 to 1", filtered_at(0, bound=0)),
-    ("the training is complete with 4 prompts trained of 6", [{**FILTERING, "total": 6}, *SAMPLED[1:]]),
-]
+    "prompt 0/3 was filtered in step 1, and trained in step 1": sampled(1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/3 0/1"),
+    "prompt 0/1 was filtered in step 2, and filtered in step 1": sampled(2, "1/0 1/1", "1/0 1/1", "0/2 0/1"),
+    "prompt 1/2 was filtered in step 2 and not admitted before": sampled(2, "1/0 1/1", "1/0 1/1", "0/2 1/2"),
+    "prompt 0/2 was lost: never trained": sampled(2, "1/0 1/1", "1/0 1/1"),
+    "prompt 0/2 was filtered in step 2 with birth 2: a birth of 0 to 1": filtered_at(2, bound=1),
+    "prompt 0/2 was filtered in step 2 with birth 0: a birth of 1 to 1": filtered_at(0, bound=0),
+    "the training is complete with 4 prompts trained of 6": [{**FILTERING, "total": 6}, *SAMPLED[1:]],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("violation", "lines"), WRONG, ids=[violation for violation, _ in WRONG])
-def test_violation_is_named(write, capsys, violation, lines):
-    run_dir = write(*lines)
+@pytest.mark.parametrize("violation", WRONG)
+def test_violation_is_named(write, capsys, violation):
+    run_dir = write(*WRONG[violation])
     assert violations(run_dir)[0] == violation and main([str(run_dir)]) == 1
     assert f"violation: {violation}" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from recipe.partial_rollout.checkpoint.manifest import CheckpointError
 from recipe.partial_rollout.config.settings import FilterSettings, Mode
 from recipe.partial_rollout.manager import policies
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.types import Added, Failed, Finished, Interrupted, Report
+from recipe.partial_rollout.manager.types import Added, Failed, Finished, Report
 from tests.unit.shared import InProcess, settings_of
 
 BOTH = pytest.mark.parametrize("stop", [True, False], ids=["stops", "runs on"])
@@ -71,22 +71,6 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
     assert account.admitted == [f"0/{i}" for i in range(4 if stop else 5)]
     assert (account.metrics["buffer/ready_groups"], after["buffer/ready_groups"]) == (0, 1), "as of the decision"
     assert "length/batch_bias" in account.metrics and "length/batch_bias" not in after, "while the trainer has it"
-
-
-async def test_next_version_of_a_stopped_round_waits_neither_for_the_update_nor_for_reports(prompts, output):
-    """What is reported late has kept its slot, and is the first to get it again."""
-    actor, (first, left) = await begun(prompts, n=1)
-    await actor.resize_workers(2)
-    await end(actor, output, first)
-    batch = await soon(actor.wait_batch(True))
-    assert not await actor.begin_version(1, [], 0)
-    new = await actor.claim("w0")
-    again = await actor.report(Report("w0", [Interrupted(left)]))
-    account = await actor.finish_step()
-    assert [grant.group_uid for grant in new] == ["0/2"] and batch.carried_groups == 0
-    assert [grant.sample_id for grant in again] == [left]
-    assert account.metrics["inflight/groups"] == 1 and actor._manager.metrics()["inflight/groups"] == 2
-    assert account.metrics["buffer/interrupted_total"] == 1, "totals of all that is reported"
 
 
 async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(prompts, output, tmp_path):

@@ -88,16 +88,12 @@ def test_slot_is_empty_while_the_engine_queues_its_request(end, calls, full, bub
     assert bubble_fraction([RolloutPhase(0.0, end, calls)], full) == (bubble and pytest.approx(bubble))
 
 
-def test_curve_has_a_row_for_each_replica():
+def test_curve_has_a_row_for_each_replica_and_p95_is_a_value_that_occurs():
     calls = call(-5, 4), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1)
     curve = running_curve(RolloutPhase(0.0, 10.0, calls), 2)
     assert curve.times.tolist() == [0, 2, 3, 4, 10]
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
-
-
-def test_p95_is_a_value_that_occurs():
-    assert spread([]) is None
-    assert [spread(values).p95 for values in ([0] * 19 + [7], [0] * 18 + [3, 7], [4], [1, 2])] == [0, 3, 4, 2]
+    assert [spread(values).p95 for values in ([0] * 19 + [7], [0] * 18 + [3, 7], [4])] == [0, 3, 4] and not spread([])
 
 
 def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
@@ -151,20 +147,20 @@ def test_both_arms_log_the_figures_under_the_same_keys():
 
 
 @pytest.mark.parametrize(
-    ("source", "answers", "truth"),
-    [("openai/gsm8k", ["#### 7"] * 3 + ["#### 3"], "7"), ("math_dapo", ["Answer: 42"] * 3 + ["Answer: 41"], "42")],
+    ("source", "answer", "truth"), [("openai/gsm8k", "#### {}", "7"), ("math_dapo", "Answer: {}", "7")]
 )
-def test_validation_logs_accuracy_best_and_majority_of_the_recipes_reward(source, answers, truth):
-    def validated(answers):
-        """What verl logs of a validation with these answers to one prompt."""
-        results = [compute_score(source, answer, truth) for answer in answers]
+def test_validation_logs_accuracy_and_majority_of_the_recipes_reward(source, answer, truth):
+    def validated(*answers):
+        """What verl logs of a validation with these answers to one prompt: accuracy, and that of the majority."""
+        results = [compute_score(source, answer, "7") for answer in answers]
         infos = {"reward": [result["score"] for result in results]}
         infos |= {key: [result[key] for result in results] for key in results[0]}
         sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
-        return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+        logged = RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+        assert overview(logged, partial=True) == {f"{SECTION}/held_out_reward": logged[f"val-core/{source}/acc/mean@4"]}
+        return logged[f"val-core/{source}/acc/mean@4"], logged[f"val-core/{source}/acc/maj@4/mean"]
 
-    logged, core = validated(answers), f"val-core/{source}/acc"
-    assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
-    assert logged[f"{core}/maj@4/mean"] > 0.75
-    missing = validated([answers[0], "no idea", "none", "hm"])
-    assert missing[f"{core}/maj@4/mean"] < 0.3, "a majority of missing answers is wrong"
+    right, wrong = answer.format(7), answer.format(3)
+    accuracy, majority = validated(right, right, right, wrong)
+    assert accuracy == 0.75 < majority
+    assert validated(right, "no idea", "none", "hm")[1] < 0.3, "a majority of missing answers is wrong"

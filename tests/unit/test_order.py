@@ -46,22 +46,6 @@ def test_prompts_start_in_the_order_of_the_key_unless_overtaking_is_limited(mana
     assert [grant.order for grant in m.claim("w0")] == started
 
 
-def test_batch_is_the_oldest_groups_whatever_order_they_started_in(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, max_staleness=4, policy=named(orders.newest_first), capacity=1)
-    m.begin_version(0)
-    for started in (1, 0):
-        (grant,) = m.claim("w0")
-        assert grant.order == started
-        m.finish(grant.sample_id, output())
-    assert [group.order for group in m.groups.ready_queue] == [0, 1], "of one birth: the order of the data"
-    m.take_batch(stop=True)
-    m.groups.train()
-    m.begin_version(1)
-    (third,) = m.claim("w0")
-    m.finish(third.sample_id, output())
-    assert [(group.birth, group.order) for group in m.groups.ready_queue] == [(0, 1), (1, 2)]
-
-
 def test_key_reads_a_group_and_cannot_change_it(segment):
     group = PromptGroup(Prompt("0/7", {"index": 7}), 7, birth=2, unfinished=1, finished_length=30)
     group.samples = [Sample("0/7#0", group), Sample("0/7#1", group, segments=[segment(5)])]

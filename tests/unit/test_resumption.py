@@ -30,14 +30,11 @@ ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 def rows(*numbers):
     return [
         {
-            "prompt": [{"role": "user", "content": f"{number % 9}+1"}],
-            "data_source": "clock10",
-            "reward_model": {"ground_truth": str(number)},
-            "extra_info": {"index": number},
-            "index": number,
+            "prompt": [{"role": "user", "content": f"{number % 9}+1"}], "reward_model": {"ground_truth": str(number)},
+            "extra_info": {"index": number}, "index": number, "data_source": "clock10",
         }
         for number in numbers
-    ]
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -46,20 +43,11 @@ def inputs(tmp_path):
     import pandas as pd
 
     model, files = tmp_path / "model", tmp_path / "train.parquet"
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(model)
+    build_tokenizer().save_pretrained(model)
     build_model(seed=0).save_pretrained(model)
-
-    def write(made):
-        pd.DataFrame(made).to_parquet(files)
-
-    write(rows(*range(24)))
-    return SimpleNamespace(model=model, files=files, write=write)
-
-
-def write_model(step_dir):
-    (step_dir / "actor").mkdir()
-    (step_dir / "actor" / "model.pt").touch()
+    made = SimpleNamespace(model=model, files=files, write=lambda rows: pd.DataFrame(rows).to_parquet(files))
+    made.write(rows(*range(24)))
+    return made
 
 
 @pytest.fixture
@@ -73,6 +61,12 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
+    keys = (
+        f"actor_rollout_ref.model.path={inputs.model} data.train_files={inputs.files} data.val_files={inputs.files} "
+        f"trainer.default_local_dir={tmp_path}/run data.train_batch_size=4 actor_rollout_ref.rollout.n=2 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.logger=[file] trainer.resume_mode=auto"
+    )
 
     def run(*overrides, arm="PR", save=None, checks=False):
         started = []
@@ -81,26 +75,14 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             started.append(runner)
             checkpoints = runner.files.checkpoints
             if save is not None:
-                step_dir = checkpoints.step_dir(save)
+                actor = checkpoints.step_dir(save) / "actor"
                 in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
-                checkpoints.save(save, in_flight, lambda: write_model(step_dir))
+                checkpoints.save(save, in_flight, lambda: (actor.mkdir(), (actor / "model.pt").touch()))
 
-        monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)
-        keys = [
-            f"actor_rollout_ref.model.path={inputs.model}",
-            f"data.train_files={inputs.files}",
-            f"data.val_files={inputs.files}",
-            f"trainer.default_local_dir={tmp_path}/run",
-            "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.rollout.n=2",
-            "trainer.logger=[file]",
-            "trainer.resume_mode=auto",
-            f"partial_rollout.enable={ARMS[arm]}",
-        ]
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-        config = resolved_config("quickstart_cpu", *keys, *overrides)
+        enable = f"partial_rollout.enable={ARMS[arm]}"
+        config = resolved_config("quickstart_cpu", *keys.split(), enable, *overrides)
         if checks:
             return check_run(config)
         main_ppo.run(config)
@@ -111,6 +93,10 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
 
 def listing(directory, *but):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.name not in but}
+
+
+def goes_on(runner):
+    return runner.files.checkpoints.resumed_step == 2
 
 
 CHANGES = [
@@ -139,7 +125,7 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
     with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: at least 2, as in"):
         start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*KEEPS, *longer, "trainer.total_epochs=9").files.checkpoints.resumed_step == 2
+    assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9"))
     over = start(*KEEPS, *[change for change, _ in CHANGES], BATCH_OF_8, "trainer.resume_mode=disable")
     assert over.files.checkpoints.resumed_step == 0, "it starts over"
 
@@ -151,7 +137,7 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
 def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
-    assert start(f"data.train_files={moved}", arm=arm).files.checkpoints.resumed_step == 2
+    assert goes_on(start(f"data.train_files={moved}", arm=arm))
     inputs.write(rows(*changed))
     words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
@@ -161,7 +147,7 @@ def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_
 def test_model_of_another_name_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, tmp_path):
     start(save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
-    assert start(f"actor_rollout_ref.model.path={moved}").files.checkpoints.resumed_step == 2
+    assert goes_on(start(f"actor_rollout_ref.model.path={moved}"))
     other = shutil.copytree(inputs.model, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: model, as in .*global_step_2"):
         start(f"actor_rollout_ref.model.path={other}")
@@ -180,7 +166,7 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
     for files in ("{0}/grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"):
-        assert start(f"data.train_files={files.format(tmp_path)}").files.checkpoints.resumed_step == 2
+        assert goes_on(start(f"data.train_files={files.format(tmp_path)}"))
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -190,7 +176,7 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
-        assert start(*alone, arm=arm).files.checkpoints.resumed_step == 2
+        assert goes_on(start(*alone, arm=arm))
     with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"):
         start(*alone, "trainer.n_gpus_per_node=2")
 
@@ -261,7 +247,7 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
     other.join(60)
-    assert start().files.checkpoints.resumed_step == 2
+    assert goes_on(start())
 
 
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):

@@ -204,25 +204,26 @@ def test_sample_with_signs_that_the_terminal_does_not_have_ends_no_run(log_of, m
 # -- the end, and a policy that runs away from its samples -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("enable", "saved", "strategy"), [(True, True, "megatron"), (False, False, "fsdp2")])
-def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, saved, strategy):
+@pytest.mark.parametrize(
+    ("enable", "strategy", "lora", "backend"),
+    [(True, "megatron", 0, "megatron"), (False, "fsdp2", 0, "fsdp"), (True, "fsdp2", 8, None)],
+)
+def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, strategy, lora, backend):
+    """Of LoRA's adapters verl's merger makes the base model."""
     run_dir = tmp_path / "my run"
-    if saved:
-        (run_dir / "global_step_3" / "actor").mkdir(parents=True)
+    (run_dir / "global_step_3" / "actor").mkdir(parents=True)
+    parts = {"actor": {"strategy": strategy}, "model": {"lora_rank": lora}}
     config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
-    config["actor_rollout_ref"] = {"actor": {"strategy": strategy}, "model": {"lora_rank": 0}}
-    first, *commands = step_log.last_lines(OmegaConf.create(config), 3).splitlines()
-    assert first == f"finished after step 3: the run is in {run_dir}. Next:"
-    tools = "python -m recipe.partial_rollout.tools"
-    merge = f"--backend megatron --local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
-    assert [command.strip() for command in commands] == [
+    tools, paths = (
+        "python -m recipe.partial_rollout.tools",
+        f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'",
+    )
+    assert step_log.last_lines(OmegaConf.create({**config, "actor_rollout_ref": parts}), 3).split("\n  ") == [
+        f"finished after step 3: the run is in {run_dir}. Next:",
         f"{tools} report '{run_dir}'",
         *[f"{tools} audit '{run_dir}'"] * enable,
-        *[f"python -m verl.model_merger merge {merge}"] * saved,
+        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (lora == 0),
     ]
-    # Of LoRA's adapters verl's merger makes the base model.
-    config["actor_rollout_ref"]["model"]["lora_rank"] = 8
-    assert "merge" not in step_log.last_lines(OmegaConf.create(config), 3)
 
 
 @pytest.mark.parametrize("enable", [True, False])
