@@ -1,4 +1,4 @@
-"""Patches of verl's sockets: a trainer and its engine meet at a name that no other run has, trainers at a port nobody takes.
+"""Patches of verl's sockets: a trainer and its engine meet at a name that no other run has, trainers at a free port.
 
 They may go when verl names the first by the run, and listens on the port that it finds.
 """

@@ -4,7 +4,6 @@ Processes of either arm play their steps without engines; files, records and ver
 """
 
 import shutil
-from pathlib import Path
 
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -97,11 +96,6 @@ def trained_by(run_dir):
     return "".join(chr(int(step.metrics["critic/score/mean"])) for step in run.steps)
 
 
-def run_of(files):
-    """The id by which trackers know the run."""
-    return files.checkpoints.run
-
-
 def saved_steps(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
@@ -113,29 +107,41 @@ def agrees(run_dir, files):
         assert audit(run_dir)[0].violations == []
 
 
-def test_run_that_went_back_resumes_its_newer_branch(live, tmp_path):
-    run = tmp_path / "run"
-    first = live("a", until=STEPS)
-    second = live("b", until=7, mode="resume_path", path=run / "global_step_4")
-    assert saved_steps(run) == [2, 4, 6] and trained_by(run) == "aaaabbb"
-    agrees(run, second)
-    third = live("c", until=STEPS)
-    assert third.checkpoints.chosen == run / "global_step_6"
-    assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaabbcc" == trained_by(run)
-    agrees(run, third)
-    assert run_of(third) == run_of(second) != run_of(first), "one run for a tracker from where it went back"
-    (aside,) = (path.parent for path in run.glob("superseded/*/global_step_6"))
-    assert saved_steps(aside) == [6, 8] and trained_by(aside) == "a" * STEPS, "it is a run that can be read and resumed"
+def kept_aside(run_dir):
+    """What a report shows of each superseded run: by whom its steps were trained, and which are saved."""
+    return sorted((trained_by(log.parent), saved_steps(log.parent)) for log in run_dir.glob("superseded/*/run.jsonl"))
 
 
-def test_run_that_went_back_and_was_killed_before_a_save_stays_on_its_new_branch(live, tmp_path):
-    run = tmp_path / "run"
-    first = live("a", until=STEPS)
-    second = live("b", until=5, mode="resume_path", path=run / "global_step_4")
-    third = live("c", until=STEPS)
-    assert third.checkpoints.resumed_step == 4 and trained_by(run) == "aaaacccc"
-    agrees(run, third)
-    assert run_of(third) == run_of(second) != run_of(first), "the first one's tracker has these steps already"
+BACK, OVER, ANOTHER = "run/global_step_4", "disable", "other/global_step_4"
+SCRIPTS = {
+    "killed": ("a3 b5 c5 d8", [0, 2, 4, 4], "aabbdddd", "aaaa", []),
+    "went back": (f"a8 b7:{BACK} c8", [0, 4, 6], "aaaabbcc", "abb", [("a" * 8, [6, 8])]),
+    "went back, killed before a save": (f"a8 b5:{BACK} c8", [0, 4, 4], "aaaacccc", "abb", [("a" * 8, [6, 8])]),
+    "started over": (f"a8 b3:{OVER} c8", [0, 0, 2], "bbcccccc", "abb", [("a" * 8, [2, 4, 6, 8])]),
+    "started over before its end": (f"a6 b3:{OVER} c8", [0, 0, 2], "bbcccccc", "abb", [("a" * 6, [2, 4, 6])]),
+    "finished": ("a8 b8", [0, 8], "a" * 8, "aa", []),
+    # It has sealed none of its own, and takes the other run's history along.
+    "from another run": (f"x4 b5:{ANOTHER} c8", [0, 4, 4], "oooocccc", None, [("xxxx", [2, 4])]),
+}
+"""processes (who, until which step: from where), resumed steps, who trained each step, ids for a tracker, kept aside"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_run_continues_where_its_last_process_was_and_keeps_what_that_superseded(live, tmp_path, name):
+    script, resumed, trained, ids, aside = SCRIPTS[name]
+    run, other, processes = tmp_path / "run", tmp_path / "other", []
+    live("o", until=6, directory=other)
+    for word in script.split():
+        who, how = word.partition(":")[::2]
+        path = {"mode": "resume_path", "path": tmp_path / how} if "/" in how else {"mode": how or "auto"}
+        processes.append(live(who[0], until=int(who[1:]), **path))
+        agrees(run, processes[-1])
+    assert [each.checkpoints.resumed_step for each in processes] == resumed
+    assert trained_by(run) == trained and trained_by(other) == "oooooo" and load_run(run).complete
+    known = [each.checkpoints.run for each in processes]
+    assert ids is None or [known.index(each) for each in known] == [ids.index(each) for each in ids]
+    assert kept_aside(run) == aside, "each is a run that can be read and resumed"
+    assert name == "finished" or (run / "global_step_8" / "actor" / "weights").read_text() == trained
 
 
 def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path):
@@ -144,13 +150,11 @@ def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path
     second = live("b", until=7, mode="resume_path", path=run / "global_step_4")
     (left,) = run.glob("superseded/*/global_step_6")
     third = live("c", until=7, mode="resume_path", path=left)
-    assert trained_by(run) == "aaaaaac" and run_of(third) != run_of(second)
+    assert trained_by(run) == "aaaaaac" and third.checkpoints.run != second.checkpoints.run
     fourth = live("d", until=STEPS)
     assert fourth.checkpoints.chosen.resolve() == left, "it has sealed none of its own"
-    assert (run / "global_step_8" / "actor" / "weights").read_text() == "aaaaaadd" == trained_by(run)
+    assert trained_by(run) == "aaaaaadd" and [trained for trained, _ in kept_aside(run)] == ["a" * 8, "aaaabbb"]
     agrees(run, fourth)
-    aside = {trained_by(path.parent) for path in run.glob("superseded/*/run.jsonl")}
-    assert "".join(sorted(aside)) == "aaaaaaaaaaaabbb"
 
 
 def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_before(live, tmp_path):
@@ -166,9 +170,11 @@ def test_checkpoint_that_a_run_began_from_and_that_is_gone_is_named(live, tmp_pa
     other = tmp_path / "other"
     live("a", until=6, directory=other)
     live("b", until=5, mode="resume_path", path=other / "global_step_4")
-    shutil.rmtree(other / "global_step_4")
+    (other / "global_step_4").rename(tmp_path / "global_step_4")
     with pytest.raises(TornCheckpointError, match=r"run has no whole checkpoint: .* names step 4; .*=resume_path"):
         live("c", until=STEPS)
+    live("d", until=STEPS, mode="resume_path", path=tmp_path / "global_step_4")
+    assert saved_steps(tmp_path / "run") == [4, 6, 8], "the link to what is gone gives way"
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff"])
@@ -193,40 +199,7 @@ def test_copied_run_directory_has_an_id_of_its_own_and_keeps_its_records(live, t
     first = live("a", until=4)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     second = live("b", until=STEPS, directory=tmp_path / "copy")
-    assert run_of(second) != run_of(first) and trained_by(tmp_path / "copy") == "aaaabbbb"
-    agrees(tmp_path / "copy", second)
-
-
-def test_records_of_a_run_that_nobody_may_write_are_taken_along(live, tmp_path):
-    other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, directory=other)
-    for path in filter(Path.is_file, other.iterdir()):
-        path.chmod(0o444)
-    live("b", until=5, mode="resume_path", path=other / "global_step_4")
-    assert trained_by(run) == "aaaab" and all(path.stat().st_mode & 0o200 for path in run.iterdir())
-
-
-@pytest.mark.parametrize("ended", [STEPS, 6])
-def test_run_that_started_over_resumes_itself_and_not_the_one_before(live, tmp_path, ended):
-    run = tmp_path / "run"
-    first = live("a", until=ended)
-    second = live("b", until=3, mode="disable")
-    assert saved_steps(run) == [2] and trained_by(run) == "bbb"
-    agrees(run, second)
-    third = live("c", until=STEPS)
-    assert third.checkpoints.chosen == run / "global_step_2" and trained_by(run) == "bbcccccc"
-    agrees(run, third)
-    assert run_of(third) == run_of(second) != run_of(first)
-    (aside,) = (path for path in (run / "superseded").iterdir() if (path / "run.jsonl").exists())
-    assert trained_by(aside) == "a" * ended and saved_steps(aside) == list(range(2, ended + 1, 2)), "it is kept whole"
-
-
-def test_run_that_was_killed_keeps_its_history_and_its_place_in_a_tracker(live, tmp_path):
-    run = tmp_path / "run"
-    processes = [live(who, until=until) for who, until in (("a", 3), ("b", 5), ("c", 5), ("d", STEPS))]
-    assert [each.checkpoints.resumed_step for each in processes] == [0, 2, 4, 4] and trained_by(run) == "aabbdddd"
-    assert len({run_of(each) for each in processes}) == 1
-    agrees(run, processes[-1])
+    assert second.checkpoints.run != first.checkpoints.run and trained_by(tmp_path / "copy") == "aaaabbbb"
 
 
 def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path):
@@ -234,24 +207,11 @@ def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path)
     live("a", until=STEPS, keep=2)
     live("b", until=3, mode="disable", keep=2)
     live("c", until=7, keep=2)
-    assert saved_steps(run) == [4, 6]
-    assert {step for aside in (run / "superseded").iterdir() for step in saved_steps(aside)} == {6, 8}
+    assert saved_steps(run) == [4, 6] and kept_aside(run) == [("a" * 8, [6, 8])]
 
 
-def test_run_that_goes_on_from_another_runs_checkpoint_takes_its_history_along(live, tmp_path):
-    other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, directory=other)
-    live("x", until=4)
-    live("b", until=5, mode="resume_path", path=other / "global_step_4")
-    assert saved_steps(run) == [4] and trained_by(run) == "aaaab" and trained_by(other) == "aaaaaa"
-    last = live("c", until=STEPS)
-    assert last.checkpoints.chosen.resolve() == other / "global_step_4", "it has sealed none of its own"
-    assert trained_by(run) == "aaaacccc" and trained_by(other) == "aaaaaa"
-    agrees(run, last)
-
-
-@pytest.mark.parametrize("route", ["back", "over"])
-def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, route, monkeypatch):
+@pytest.mark.parametrize("how", [BACK, OVER])
+def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, how, monkeypatch):
     move, killed = run_checkpoints.shutil.move, True
     for survives in range(9):
         if not killed:
@@ -265,16 +225,15 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
             left[0] -= 1
             return move(*args)
 
-        how = {"mode": "resume_path", "path": run / "global_step_4"} if route == "back" else {"mode": "disable"}
+        path = {"mode": "resume_path", "path": run / "global_step_4"} if how == BACK else {"mode": how}
         with monkeypatch.context() as patch:
             patch.setattr(run_checkpoints.shutil, "move", counted)
             try:
-                live("b", until=3, directory=run, **how)
+                live("b", until=3, directory=run, **path)
             except Killed:
                 killed = True
         third = live("c", until=STEPS, directory=run)
-        expected = "aaaacccc" if route == "back" else "cccccccc" if killed else "bbcccccc"
-        assert trained_by(run) == expected
+        assert trained_by(run) == ("aaaacccc" if how == BACK else "cccccccc" if killed else "bbcccccc")
         agrees(run, third)
     assert survives > 1
 
@@ -292,16 +251,10 @@ def test_start_says_which_steps_it_trains_again_and_what_it_supersedes_only_if_t
     # Killed after that of step 2, and that of step 4.
     assert said("c", 4) == (["step 3 is trained again: the run resumes from step 2"], False)
     assert said("d", 6) == ([], False)
-    going_back = {"mode": "resume_path", "path": tmp_path / "run" / "global_step_4"}
+    going_back = {"mode": "resume_path", "path": tmp_path / BACK}
     assert said("e", 5, **going_back) == (["steps 5 to 6 are trained again: the run resumes from step 4"], True)
     failed = tmp_path / "failed"
     failed.mkdir()
     for name in ("config.yaml", "error.log", "metrics.jsonl"):
         (failed / name).write_text("")
     assert said("f", 1, directory=failed) == ([], False), "it failed before it trained"
-
-
-def test_finished_run_that_is_started_again_stays_complete(live, tmp_path):
-    live("a", until=STEPS)
-    files = live("b", until=STEPS)
-    assert files.checkpoints.resumed_step == STEPS and load_run(tmp_path / "run").complete

@@ -13,7 +13,6 @@ from recipe.partial_rollout.records.figures import (
     bubble_fraction,
     bubble_of_ended,
     overview,
-    p95,
     running_curve,
     spread,
 )
@@ -23,15 +22,15 @@ from recipe.partial_rollout.tasks.answers import compute_score
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 
-def call(start, end, tokens=10, *, replica=0, queued_s=0.0):
-    return EngineCall(replica, start, end, tokens, 0, queued_s=queued_s)
+def call(start, end, tokens=10, *, replica=0, queued_s=0.0, **more):
+    return EngineCall(replica, start, end, tokens, 0, queued_s=queued_s, **more)
 
 
-def group(output, *versions, order=0):
-    return TakenGroup(f"1/{order}", order, {}, tuple(output(4, version=v) for v in versions))
+def taken(*outputs, order=0):
+    return TakenGroup(f"1/{order}", order, {}, outputs)
 
 
-def metrics_of(groups, trained_at):
+def metrics_of(trained_at, *groups):
     return batch_metrics(groups, [TrainedGroup.of(group, trained_at) for group in groups], trained_at)
 
 
@@ -39,7 +38,7 @@ def test_tools_are_shown_where_there_are_any(output):
     def used(tool_s, untrained=0):
         metrics = {"tool_calls": tool_s, "generate_sequences": 3.0, "untrained_tokens": untrained}
         timed = replace(output(4), metrics=metrics, num_turns=6)
-        return metrics_of([TakenGroup("1/0", 0, {}, (timed, timed))], 5)
+        return metrics_of(5, taken(timed, timed))
 
     assert not any(name.startswith("agent/") for name in used(0.0))
     assert used(0.0, untrained=7)["agent/untrained_tokens"] == used(1.0, untrained=7)["agent/untrained_tokens"] == 14
@@ -49,7 +48,7 @@ def test_tools_are_shown_where_there_are_any(output):
 
 def test_lengths_spread_over_the_batch_and_within_a_group(output):
     # Lengths 2, 4 and 10, 12: the group's sigma is 1 in both, the batch's that of the four.
-    groups = [TakenGroup(f"1/{i}", i, {}, tuple(map(output, lengths))) for i, lengths in enumerate([(2, 4), (10, 12)])]
+    groups = [taken(*map(output, lengths), order=i) for i, lengths in enumerate([(2, 4), (10, 12)])]
     shown = length_metrics([TrainedGroup.of(group, 5) for group in groups])
     assert shown == {"length/sigma_batch": pytest.approx(17**0.5), "length/sigma_group": pytest.approx(1)}
 
@@ -59,49 +58,42 @@ def test_samples_that_several_versions_made_are_counted_with_all_their_tokens(ou
         return replace(output(len(versions)), versions=np.array(versions, np.int32))
 
     three, one = of_versions(3, 4, 4), of_versions(4)
-    shown = metrics_of([TakenGroup("1/0", 0, {}, (three, one)), TakenGroup("1/1", 1, {}, (one, one))], 4)
+    shown = metrics_of(4, taken(three, one), taken(one, one, order=1))
     assert (shown["staleness/mixed_samples"], shown["staleness/mixed_tokens"]) == (1 / 4, 3 / 6)
     # A sample that is old as a whole is not mixed.
-    old = metrics_of([TakenGroup("1/0", 0, {}, (one, one))], 9)
+    old = metrics_of(9, taken(one, one))
     assert (old["staleness/mixed_samples"], old["staleness/mixed_tokens"]) == (0, 0)
 
 
 def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
     def share(*figures):
-        calls = (
-            structs.replace(call(0.0, 1.0), resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures
-        )
-        return phase_metrics(RolloutPhase(0.0, 1.0, tuple(calls)), 2).get("agent/kv_hit_share")
+        calls = [call(0.0, 1.0, resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures]
+        return phase_metrics(RolloutPhase(0.0, 1.0, calls), 2).get("agent/kv_hit_share")
 
     # The second resumes an interrupted turn.
     assert share((20, 60), (500, 0), (0, 40)) == pytest.approx(0.8)
     assert share((500, 0)) is None
 
 
-def test_request_that_the_engine_queues_takes_no_slot():
-    # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
-    phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
-    assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
-    aborted = call(0, 4, queued_s=9.0, tokens=0)
-    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0
+@pytest.mark.parametrize(
+    ("end", "calls", "full", "bubble"),
+    [
+        # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
+        (10.0, [call(0, 10), call(0, 10, queued_s=6.0)], 2, 6 / 20),
+        (10.0, [call(0, 4, queued_s=9.0, tokens=0)], 1, 1.0),
+        (0.0, [], 1, None),
+    ],
+)
+def test_slot_is_empty_while_the_engine_queues_its_request(end, calls, full, bubble):
+    assert bubble_fraction([RolloutPhase(0.0, end, calls)], full) == (bubble and pytest.approx(bubble))
 
 
-def test_span_without_length_has_no_bubble():
-    assert bubble_fraction([RolloutPhase(1.0, 1.0, ())], 1) is None
-    assert phase_metrics(RolloutPhase(1.0, 1.0, ()), 1)["rollout/bubble_fraction"] == 0.0
-
-
-def test_curve_has_a_row_for_each_replica():
+def test_curve_has_a_row_for_each_replica_and_p95_is_a_value_that_occurs():
     calls = call(-5, 4), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1)
     curve = running_curve(RolloutPhase(0.0, 10.0, calls), 2)
     assert curve.times.tolist() == [0, 2, 3, 4, 10]
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
-
-
-def test_p95_is_a_value_that_occurs():
-    assert p95([0] * 19 + [7]) == 0 and p95([0] * 18 + [3, 7]) == 3
-    assert p95([4]) == 4
-    assert spread([]) is None and spread([1, 2]).p95 == 2
+    assert [spread(values).p95 for values in ([0] * 19 + [7], [0] * 18 + [3, 7], [4])] == [0, 3, 4] and not spread([])
 
 
 def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
@@ -109,8 +101,7 @@ def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
     ends = ((), (call(12.0, 18.0),), (call(0.0, 25.0),))
     phases = [RolloutPhase(10.0 * at, 10.0 * at + 10, calls) for at, calls in enumerate(ends)]
     noted = [phase_metrics(phase, 2, goes_on=True)["rollout/bubble_fraction"] for phase in phases]
-    assert noted == [1.0, pytest.approx(0.7), 0.0]
-    # The last call hides what was empty in its own phase: the share is never below 0.
+    assert noted == [1.0, pytest.approx(0.7), 0.0], "never below 0"
     calls = CallColumns.joined(ends)
     parts = [structs.replace(phase, calls=calls.within(phase.start, phase.end)) for phase in phases]
     assert bubble_fraction(parts, full=2) == pytest.approx(1 - 31 / 60)
@@ -118,15 +109,14 @@ def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
 
 
 def test_staleness_counts_from_the_first_generated_token(output):
-    taken = group(output, 5, 3, order=7)
-    metrics = metrics_of([taken], 5)
+    group = taken(output(4, version=5), output(4, version=3), order=7)
+    metrics = metrics_of(5, group)
     assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == 1.0
     assert metrics["off_policy_token_fraction"] == pytest.approx(0.5)
-    assert metrics_of([TakenGroup("0/0", 0, {}, (output(0),))], 9)["staleness/max"] == 0, "it has no token"
-    record = TrainedGroup.of(taken, 5)
-    assert (record.order, record.epoch) == (7, 1) and record.prompt.startswith("0-")
-    assert record.staleness == [0, 2] and record.lengths == [4, 4]
-    assert record.off_policy_tokens == 4 and record.tokens == 8
+    assert metrics_of(9, taken(output(0)))["staleness/max"] == 0, "it has no token"
+    record = TrainedGroup.of(group, 5)
+    assert (record.order, record.epoch, record.staleness, record.lengths) == (7, 1, [0, 2], [4, 4])
+    assert record.off_policy_tokens == 4 and record.tokens == 8 and record.prompt.startswith("0-")
 
 
 # -- a dashboard ---------------------------------------------------------------------------------------------------------
@@ -137,23 +127,19 @@ FIGURES = (
     "length_bias"
 )
 KEYS = [f"{SECTION}/{figure}" for figure in FIGURES.split()]
-STEP = {"training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5}
-STEP |= {"critic/score/mean": 0.4, "rollout_corr/k3_kl": 1e-5}
-ROLLOUT = {"rollout/bubble_fraction": 0.2, "rollout/tokens_per_s": 100.0}
+STEP = {
+    "training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5,
+    "critic/score/mean": 0.4, "rollout_corr/k3_kl": 1e-5, "partial_rollout/rollout/bubble_fraction": 0.2,
+    "partial_rollout/rollout/tokens_per_s": 100.0,
+}  # fmt: skip
 PR_ONLY = {"staleness/mean": 0.7, "staleness/max": 2, "off_policy_token_fraction": 0.3, "length/bias": 0.9}
 
 
-def ours(figures):
-    return {f"partial_rollout/{name}": value for name, value in figures.items()}
-
-
-def test_both_arms_log_the_figures_under_the_same_keys_and_the_share_of_tools_where_there_are_any():
-    nopr = overview(STEP | ours(ROLLOUT), partial=False)
-    pr = overview(STEP | ours(ROLLOUT) | ours(PR_ONLY), partial=True)
+def test_both_arms_log_the_figures_under_the_same_keys():
+    nopr = overview(STEP, partial=False)
+    pr = overview(STEP | {f"partial_rollout/{name}": value for name, value in PR_ONLY.items()}, partial=True)
     assert list(nopr) == list(pr) == KEYS
     assert [[figures[key] for key in KEYS[-4:]] for figures in (nopr, pr)] == [[0, 0, 0, 1], [0.7, 2, 0.3, 0.9]]
-    timers = {"timing_s/agent_loop/tool_calls/mean": 1.0, "timing_s/agent_loop/generate_sequences/mean": 3.0}
-    assert overview(STEP | ours(ROLLOUT) | timers, partial=False) == {**nopr, f"{SECTION}/tool_share": 0.25}
     # A validation before training has its reward only: the mean of its sets.
     sets = {"aime24/acc/mean@32": 0.2, "gsm8k/acc/mean@4": 0.8, "gsm8k/acc/best@4/mean": 1.0}
     validation = {f"val-core/{name}": value for name, value in sets.items()}
@@ -161,20 +147,20 @@ def test_both_arms_log_the_figures_under_the_same_keys_and_the_share_of_tools_wh
 
 
 @pytest.mark.parametrize(
-    ("source", "answers", "truth"),
-    [("openai/gsm8k", ["#### 7"] * 3 + ["#### 3"], "7"), ("math_dapo", ["Answer: 42"] * 3 + ["Answer: 41"], "42")],
+    ("source", "answer", "truth"), [("openai/gsm8k", "#### {}", "7"), ("math_dapo", "Answer: {}", "7")]
 )
-def test_validation_logs_accuracy_best_and_majority_of_the_recipes_reward(source, answers, truth):
-    def validated(answers):
-        """What verl logs of a validation with these answers to one prompt."""
-        results = [compute_score(source, answer, truth) for answer in answers]
+def test_validation_logs_accuracy_and_majority_of_the_recipes_reward(source, answer, truth):
+    def validated(*answers):
+        """What verl logs of a validation with these answers to one prompt: accuracy, and that of the majority."""
+        results = [compute_score(source, answer, "7") for answer in answers]
         infos = {"reward": [result["score"] for result in results]}
         infos |= {key: [result[key] for result in results] for key in results[0]}
         sources, uids = np.array([source] * len(answers)), ["0"] * len(answers)
-        return RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+        logged = RayPPOTrainer._val_metrics_update(None, sources, uids, infos, [])
+        assert overview(logged, partial=True) == {f"{SECTION}/held_out_reward": logged[f"val-core/{source}/acc/mean@4"]}
+        return logged[f"val-core/{source}/acc/mean@4"], logged[f"val-core/{source}/acc/maj@4/mean"]
 
-    logged, core = validated(answers), f"val-core/{source}/acc"
-    assert logged[f"{core}/mean@4"] == 0.75 == overview(logged, partial=True)[f"{SECTION}/held_out_reward"]
-    assert logged[f"{core}/maj@4/mean"] > 0.75
-    missing = validated([answers[0], "no idea", "none", "hm"])
-    assert missing[f"{core}/maj@4/mean"] < 0.3, "a majority of missing answers is wrong"
+    right, wrong = answer.format(7), answer.format(3)
+    accuracy, majority = validated(right, right, right, wrong)
+    assert accuracy == 0.75 < majority
+    assert validated(right, "no idea", "none", "hm")[1] < 0.3, "a majority of missing answers is wrong"

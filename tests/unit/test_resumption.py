@@ -22,6 +22,7 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.check.command import check_run
 
 ARMS = {"PR": True, "noPR": False}
+BATCH_OF_8 = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 TRAIN = task_runner.TaskRunner.train
 ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 
@@ -29,14 +30,11 @@ ENDED = '{"type":"ended","step":6,"complete":true,"exhausted":false}\n'
 def rows(*numbers):
     return [
         {
-            "prompt": [{"role": "user", "content": f"{number % 9}+1"}],
-            "data_source": "clock10",
-            "reward_model": {"ground_truth": str(number)},
-            "extra_info": {"index": number},
-            "index": number,
+            "prompt": [{"role": "user", "content": f"{number % 9}+1"}], "reward_model": {"ground_truth": str(number)},
+            "extra_info": {"index": number}, "index": number, "data_source": "clock10",
         }
         for number in numbers
-    ]
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -45,20 +43,11 @@ def inputs(tmp_path):
     import pandas as pd
 
     model, files = tmp_path / "model", tmp_path / "train.parquet"
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(model)
+    build_tokenizer().save_pretrained(model)
     build_model(seed=0).save_pretrained(model)
-
-    def write(made):
-        pd.DataFrame(made).to_parquet(files)
-
-    write(rows(*range(24)))
-    return SimpleNamespace(model=model, files=files, write=write)
-
-
-def write_model(step_dir):
-    (step_dir / "actor").mkdir()
-    (step_dir / "actor" / "model.pt").touch()
+    made = SimpleNamespace(model=model, files=files, write=lambda rows: pd.DataFrame(rows).to_parquet(files))
+    made.write(rows(*range(24)))
+    return made
 
 
 @pytest.fixture
@@ -72,6 +61,12 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
+    keys = (
+        f"actor_rollout_ref.model.path={inputs.model} data.train_files={inputs.files} data.val_files={inputs.files} "
+        f"trainer.default_local_dir={tmp_path}/run data.train_batch_size=4 actor_rollout_ref.rollout.n=2 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.logger=[file] trainer.resume_mode=auto"
+    )
 
     def run(*overrides, arm="PR", save=None, checks=False):
         started = []
@@ -80,26 +75,14 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
             started.append(runner)
             checkpoints = runner.files.checkpoints
             if save is not None:
-                step_dir = checkpoints.step_dir(save)
+                actor = checkpoints.step_dir(save) / "actor"
                 in_flight = {"manager": lambda path: write_snapshot(path, {})} if arm == "PR" else {}
-                checkpoints.save(save, in_flight, lambda: write_model(step_dir))
+                checkpoints.save(save, in_flight, lambda: (actor.mkdir(), (actor / "model.pt").touch()))
 
-        monkeypatch.setattr(task_runner, "start_ray", lambda *_: None)
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)
-        keys = [
-            f"actor_rollout_ref.model.path={inputs.model}",
-            f"data.train_files={inputs.files}",
-            f"data.val_files={inputs.files}",
-            f"trainer.default_local_dir={tmp_path}/run",
-            "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.rollout.n=2",
-            "trainer.logger=[file]",
-            "trainer.resume_mode=auto",
-            f"partial_rollout.enable={ARMS[arm]}",
-        ]
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-        config = resolved_config("quickstart_cpu", *keys, *overrides)
+        enable = f"partial_rollout.enable={ARMS[arm]}"
+        config = resolved_config("quickstart_cpu", *keys.split(), enable, *overrides)
         if checks:
             return check_run(config)
         main_ppo.run(config)
@@ -110,6 +93,10 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
 
 def listing(directory, *but):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.name not in but}
+
+
+def goes_on(runner):
+    return runner.files.checkpoints.resumed_step == 2
 
 
 CHANGES = [
@@ -131,23 +118,16 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
     start(*KEEPS, save=2)
     before = listing(tmp_path / "run", "run.lock")
     for change, message in CHANGES:
-        batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=8",) if "batch" in change else ()
         with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
-            start(*KEEPS, change, *batch)
+            start(*KEEPS, change, *[BATCH_OF_8] * ("batch" in change))
         assert listing(tmp_path / "run", "run.lock") == before, change
-
-
-def test_bound_of_zero_is_told_as_the_number_that_it_is(start):
-    start(*KEEPS, save=2)
+    # A number that is falsy is told as the number that it is.
     with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: at least 2, as in"):
         start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
-
-
-def test_run_that_starts_over_may_change_them_all(start):
-    start(*KEEPS, save=2)
-    batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    runner = start(*KEEPS, *[change for change, _ in CHANGES], batch, "trainer.resume_mode=disable")
-    assert runner.files.checkpoints.resumed_step == 0
+    longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
+    assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9"))
+    over = start(*KEEPS, *[change for change, _ in CHANGES], BATCH_OF_8, "trainer.resume_mode=disable")
+    assert over.files.checkpoints.resumed_step == 0, "it starts over"
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -157,7 +137,7 @@ def test_run_that_starts_over_may_change_them_all(start):
 def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
-    assert start(f"data.train_files={moved}", arm=arm).files.checkpoints.resumed_step == 2
+    assert goes_on(start(f"data.train_files={moved}", arm=arm))
     inputs.write(rows(*changed))
     words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
@@ -167,7 +147,7 @@ def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_
 def test_model_of_another_name_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, tmp_path):
     start(save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
-    assert start(f"actor_rollout_ref.model.path={moved}").files.checkpoints.resumed_step == 2
+    assert goes_on(start(f"actor_rollout_ref.model.path={moved}"))
     other = shutil.copytree(inputs.model, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: model, as in .*global_step_2"):
         start(f"actor_rollout_ref.model.path={other}")
@@ -185,9 +165,8 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     pd.DataFrame(made).to_parquet(tmp_path / "grouped.parquet", row_group_size=7)
     pq.write_table(pa.table(pd.DataFrame(made)).slice(0, 10), tmp_path / "first.parquet")
     pq.write_table(pa.table(pd.DataFrame(made)).slice(10), tmp_path / "rest.parquet")
-    files = "grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"
-    assert start(f"data.train_files={tmp_path}/{files[0]}").files.checkpoints.resumed_step == 2
-    assert start(f"data.train_files={files[1].format(tmp_path)}").files.checkpoints.resumed_step == 2
+    for files in ("{0}/grouped.parquet", "[{0}/first.parquet,{0}/rest.parquet]"):
+        assert goes_on(start(f"data.train_files={files.format(tmp_path)}"))
     with pytest.raises(ConfigError, match=r"^data.train_files=24 rows, hash \w+: 24 rows"):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
@@ -197,26 +176,21 @@ def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_trainin
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
-        assert start(*alone, arm=arm).files.checkpoints.resumed_step == 2
+        assert goes_on(start(*alone, arm=arm))
     with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"):
         start(*alone, "trainer.n_gpus_per_node=2")
 
 
-@pytest.mark.parametrize("name", ["global_step_2.bak", "best_global_step_2", "global_step_"])
-def test_checkpoint_by_a_name_that_says_no_step_is_refused(start, tmp_path, name):
-    start(save=2)
-    shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / name)
-    with pytest.raises(ConfigError, match=r"^trainer.resume_from_path=.*: an existing .*/global_step_K"):
-        start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}")
-
-
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
-def test_other_arms_checkpoint_is_refused_by_the_key_that_goes_on_from_it(start, arm, other):
+def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp_path, arm, other):
     start(arm=other, save=2)
     words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-    assert start(arm=other).files.checkpoints.resumed_step == 2
+    for name in ("global_step_2.bak", "best_global_step_2", "global_step_"):
+        shutil.copytree(tmp_path / "run" / "global_step_2", tmp_path / name)
+        with pytest.raises(ConfigError, match=r"^trainer.resume_from_path=.*: an existing .*/global_step_K"):
+            start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}", arm=other)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +223,10 @@ def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
         assert (over in capsys.readouterr().out) == (not starts and last == 6)
 
 
-def test_longer_samples_and_more_steps_go_on(start):
-    start(save=2)
-    longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert start(*longer, "trainer.total_epochs=9").files.checkpoints.resumed_step == 2
-
-
 def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
+    with pytest.raises(ConfigError, match="resume_mode=never: one of"):
+        start("trainer.resume_mode=never")
+    assert not (tmp_path / "run").exists(), "a start that is refused leaves no directory"
     start(save=2)
     processes = multiprocessing.get_context("fork")
     ours, theirs = processes.Pipe()
@@ -270,23 +241,19 @@ def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(star
     assert ours.recv() == "held"
     before = listing(tmp_path / "run")
     held = f"process {other.pid} on host {os.uname().nodename} "
-    words = rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"^trainer.default_local_dir=.*/run: another directory, or wait: {held}"):
         start()
-    assert listing(tmp_path / "run") == before
     start("trainer.val_only=True")
     assert listing(tmp_path / "run") == before, "a validation needs no lock and leaves nothing"
     ours.send("end")
     other.join(60)
-    assert start().files.checkpoints.resumed_step == 2
+    assert goes_on(start())
 
 
 def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     (tmp_path / "global_step_1").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"^trainer.default_local_dir=.*its checkpoints have changed during this start"
-    ):
+    with pytest.raises(ConfigError, match=r"^trainer.default_local_dir=.*checkpoints have changed during this start"):
         checkpoints.begin()
 
 
@@ -298,9 +265,3 @@ def test_file_system_without_locks_takes_a_run_all_the_same(tmp_path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", flock)
     with locked(tmp_path):
         assert (tmp_path / "run.lock").exists()
-
-
-def test_refused_start_leaves_no_directory(start, tmp_path, inputs):
-    with pytest.raises(ConfigError, match="resume_mode=never: one of"):
-        start("trainer.resume_mode=never")
-    assert not (tmp_path / "run").exists()

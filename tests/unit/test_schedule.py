@@ -12,20 +12,8 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.training.schedule import check_schedule
 
 OPTIM = "actor_rollout_ref.actor.optim"
-ROWS, BATCH, EPOCHS = 26, 4, 2
-STEPS = 12
-"""the data's: a batch that it does not fill is left out of each epoch"""
-
-
-@pytest.fixture
-def check(resolved_config):
-    """``check(*overrides)``: raises what the schedule of a quick start on ``ROWS`` rows is refused by."""
-
-    def run(*overrides):
-        sizes = f"data.train_batch_size={BATCH}", f"trainer.total_epochs={EPOCHS}"
-        check_schedule(resolved_config("quickstart_cpu", *sizes, "trainer.total_training_steps=null", *overrides), ROWS)
-
-    return run
+ROWS, STEPS = 26, 12
+"""two epochs of batches of 4; what a batch does not fill is left out of each epoch"""
 
 
 def highest_rate(steps, **keys):
@@ -43,34 +31,22 @@ def highest_rate(steps, **keys):
     return max(rates)
 
 
-@pytest.mark.parametrize("kind", ["constant", "cosine"])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("lr_warmup_steps", value) for value in (-1, 0, 1, STEPS - 1, STEPS, 1000)],
-        *[("lr_warmup_steps_ratio", value) for value in (0.0, 0.1, 0.99, 1.0, 10.0)],
-    ],
-)
-def test_warm_up_passes_if_verls_schedule_reaches_the_rate_that_is_asked_for(check, kind, name, value):
-    override = f"{OPTIM}.lr_scheduler_type={kind}", f"{OPTIM}.{name}={value}"
-    if highest_rate(STEPS, lr_scheduler_type=kind, **{name: value}) == 1:
-        check(*override)
-    else:
-        with pytest.raises(ConfigError, match=rf"^{OPTIM}.{name}={value}: below [^\n]* never reach {OPTIM}.lr$"):
-            check(*override)
+def by_verls_schedule(kind, name, value):
+    """The settings, and how they are refused if verl's schedule does not reach the rate that is asked for."""
+    settings = (f"{OPTIM}.lr_scheduler_type={kind}", f"{OPTIM}.{name}={value}")
+    reached = highest_rate(STEPS, lr_scheduler_type=kind, **{name: value}) == 1
+    return settings, None if reached else rf"^{OPTIM}.{name}={value}: below [^\n]* never reach {OPTIM}.lr$"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{OPTIM}.lr_warmup_steps=8"], None),
+        *[by_verls_schedule("constant", "lr_warmup_steps", value) for value in (-1, 0, STEPS - 1, STEPS, 1000)],
+        *[by_verls_schedule("cosine", "lr_warmup_steps_ratio", value) for value in (0.0, 0.1, 0.99, 1.0, 10.0)],
         ([f"{OPTIM}.lr_warmup_steps=8", "trainer.total_training_steps=8"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
         ([f"{OPTIM}.lr_warmup_steps=30", "trainer.total_training_steps=99"], f"{OPTIM}.lr_warmup_steps=30: below 12: "),
         ([f"{OPTIM}.lr_warmup_steps=8", "trainer.critic_warmup=5"], f"{OPTIM}.lr_warmup_steps=8: below 8: "),
-        (
-            [f"{OPTIM}.lr_warmup_steps_ratio=0.5", "trainer.critic_warmup=8"],
-            "lr_warmup_steps_ratio=0.5: below 0.4167: ",
-        ),
+        ([f"{OPTIM}.lr_warmup_steps_ratio=0.5", "trainer.critic_warmup=8"], "_ratio=0.5: below 0.4167: "),
         ([f"+{OPTIM}.lr_decay_steps=24", f"{OPTIM}.lr_warmup_steps_ratio=0.5"], "_ratio=0.5: below 0.5: "),
         (["trainer.critic_warmup=13"], "trainer.critic_warmup=13: at most 12, the steps of this training"),
         (["algorithm.adv_estimator=gae", "trainer.critic_warmup=13"], None),
@@ -81,9 +57,11 @@ def test_warm_up_passes_if_verls_schedule_reaches_the_rate_that_is_asked_for(che
         (["critic.optim.lr_warmup_steps=50"], None),
     ],
 )
-def test_counts_of_steps_are_compared_with_the_updates_of_the_training(check, overrides, message):
+def test_counts_of_steps_are_compared_with_the_updates_of_the_training(resolved_config, overrides, message):
+    sizes = "data.train_batch_size=4", "trainer.total_epochs=2", "trainer.total_training_steps=null"
+    config = resolved_config("quickstart_cpu", *sizes, *overrides)
     if message is None:
-        check(*overrides)
+        check_schedule(config, ROWS)
     else:
         with pytest.raises(ConfigError, match=message):
-            check(*overrides)
+            check_schedule(config, ROWS)

@@ -1,7 +1,6 @@
 """What a run works out: slots of a replica (seats, KV cache, what the user says, what rounds measure), its prompts."""
 
 import asyncio
-import math
 import re
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
@@ -11,14 +10,14 @@ import pytest
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
-from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
+from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
 from recipe.partial_rollout.training.trainer_run import TrainerRun
 from tests.unit.shared import settings_of
 
 
-def slots(most=128, *, given=False, kv=21_504, prompt=64, response=1024, replicas=1):
-    return ReplicaSlots(most, given=given, kv_tokens=kv, prompt=prompt, response=response, replicas=replicas)
+def slots(most=128, *, given=False, kv=21_504, replicas=1):
+    return ReplicaSlots(most, given=given, kv_tokens=kv, prompt=64, response=1024, replicas=replicas)
 
 
 def call(tokens, context):
@@ -45,37 +44,26 @@ def test_scarce_kv_bounds_the_slots_that_are_not_given_and_the_line_says_why(cho
 
 
 def test_slots_follow_the_context_that_is_measured_unless_the_change_is_small(capsys):
-    chosen = slots()
+    chosen = slots(replicas=2)
     for nothing in ([], [call(0, 64)], [call(100, None)]):
         chosen.update(nothing)
-    assert chosen.per_replica == 37
+    assert chosen.per_replica == 37 and chosen.total == 74 and chosen.of_a_worker(3) == 25
     # A token of the first call is decoded beside 114 others on average, one of the second beside 264.
     mean = (100 * 114 + 300 * 264) / 400
-    for calls in ((call(100, 64), call(300, 114)), (call(102, 64), call(306, 114))):
-        chosen.update(calls)
-        assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
+    changed = [chosen.update(calls) for calls in ([call(100, 64), call(300, 114)], [call(102, 64), call(306, 114)])]
+    assert chosen.per_replica == int(KV_SHARE * 21_504 / mean) == 75
+    assert changed == [True, False] and chosen.of_a_worker(3) == 50, "the manager is told once"
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("slots per replica: 75 from here on")
-    chosen.update([call(1, 1)])
-    assert chosen.per_replica == 128
-
-
-def test_workers_get_their_part_of_the_slots_that_were_measured_anew():
-    chosen = slots(replicas=2)
-    assert chosen.total == 74 and chosen.of_a_worker(3) == math.ceil(74 / 3)
-    changed = [chosen.update((call(100, 64), call(300, 114))) for _ in range(2)]
-    assert changed == [True, False], "the manager is told once"
-    assert chosen.of_a_worker(3) == 50, "two replicas with 75 slots, three workers"
 
 
 def test_preemptions_are_recorded_where_the_engines_count_them():
     control = MagicMock(new_preemptions=AsyncMock(side_effect=[4, None]))
     recorder = Recorder(None, None, control, slots())
-    asyncio.run(recorder.engines())
-    assert recorder.metrics == {"rollout/slots_per_replica": 37, "rollout/preemptions": 4}
-    recorder.metrics.clear()
-    asyncio.run(recorder.engines())
-    assert recorder.metrics == {"rollout/slots_per_replica": 37}
+    for found in ({"rollout/preemptions": 4}, {}):
+        asyncio.run(recorder.engines())
+        assert recorder.metrics == {"rollout/slots_per_replica": 37, **found}
+        recorder.metrics.clear()
 
 
 @pytest.mark.parametrize(
@@ -89,18 +77,8 @@ def test_prompts_are_offered_for_the_steps_that_train_them_unless_more_are_consu
     assert TrainingSteps(per_epoch=10, epochs=2, last=15).offered(settings) == offered
 
 
-@pytest.mark.parametrize(("enable", "noted"), [(True, 1.5), (False, None)])
-def test_log_notes_how_far_a_group_may_overtake(composed_config, enable, noted):
-    overrides = (f"partial_rollout.enable={enable}", "partial_rollout.scheduling.overtake=1.5")
-    settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
-    steps = TrainingSteps(6, 1, 6)
-    event = run_settings(settings, steps, slots(), replicas=1, resumed=0, experiment="tiny", trainer="fsdp2")
-    assert event.overtake == noted
-
-
-@pytest.mark.parametrize("arm", ["PR", "noPR"])
-def test_training_that_asks_for_more_steps_than_its_data_ends_with_the_data(resolved_config, capsys, arm):
-    config = resolved_config("quickstart_cpu", f"partial_rollout.enable={arm == 'PR'}", "trainer.total_epochs=2")
+def test_training_that_asks_for_more_steps_than_its_data_ends_with_the_data(resolved_config, capsys):
+    config = resolved_config("quickstart_cpu", "trainer.total_epochs=2")
     trainer = SimpleNamespace(config=config, settings=settings_of(4, 8), total_training_steps=9)
     TrainerRun._offer(trainer, range(3))
     # verl's fit validates and saves in it.

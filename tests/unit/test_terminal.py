@@ -18,20 +18,17 @@ from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import Standing
 from recipe.partial_rollout.rollout import guard
-from recipe.partial_rollout.rollout.guard import watch_round
 from recipe.partial_rollout.training import step_log
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
 from recipe.partial_rollout.waits import wait
 
+ROOT = Path(__file__).parents[2]
 
-@pytest.fixture(autouse=True)
-def asked_often(monkeypatch):
+
+async def beside(monkeypatch, seconds, *asked):
     monkeypatch.setattr(guard, "LOOK_EVERY_S", 0.005)
-
-
-async def beside(awaitable, engines, look=None):
-    watching = watch_round(engines, 4, 5, time.monotonic(), look)
-    return await wait(awaitable, 10, "the round", None, watches=[watching])
+    watching = guard.watch_round(asked[0], 4, 5, time.monotonic(), *asked[1:])
+    return await wait(asyncio.sleep(seconds, "batch"), 10, "the round", None, watches=[watching])
 
 
 class Engines:
@@ -43,15 +40,6 @@ class Engines:
     async def load(self):
         self.asked += 1
         return {"a": (3, 10 * self.asked)} if self.answers else {}
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """The lines of a log, which gets them sooner."""
-    found = []
-    monkeypatch.setattr(guard, "_LOG_S", 0.02)
-    monkeypatch.setattr(guard.tqdm, "write", found.append)
-    return found
 
 
 async def standing(decoded):
@@ -68,9 +56,11 @@ async def standing(decoded):
     ],
     ids=["PR", "noPR has no manager", "nobody answers"],
 )
-async def test_a_log_gets_a_line_every_so_often_while_the_round_goes_on(lines, asked, says):
-    round_ = beside(asyncio.sleep(0.15, "batch"), *asked)
-    assert await round_ == "batch" and 2 <= len(lines) <= 7
+async def test_a_log_gets_a_line_every_so_often_while_the_round_goes_on(monkeypatch, asked, says):
+    lines = []
+    monkeypatch.setattr(guard, "_LOG_S", 0.02)
+    monkeypatch.setattr(guard.tqdm, "write", lines.append)
+    assert await beside(monkeypatch, 0.15, *asked) == "batch" and 2 <= len(lines) <= 7
     assert all(line.startswith(says[0]) and says[-1] in line for line in lines)
 
 
@@ -78,7 +68,7 @@ async def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     # Bars of other tests may wait for a garbage collection.
     before = set(guard.tqdm._instances)
-    await beside(asyncio.sleep(0.1), Engines())
+    await beside(monkeypatch, 0.1, Engines())
     await asyncio.sleep(0)
     printed = capsys.readouterr()
     assert printed.out == "" and "step 5 | running 3 | " in printed.err
@@ -100,37 +90,38 @@ def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_ro
 # -- a step --------------------------------------------------------------------------------------------------------------
 
 
-def log_of(monkeypatch, directory="", *, enable=True, group_filter=None):
-    """A log of 20 steps of four groups, and the lines that it writes."""
-    printed = []
-    monkeypatch.setattr(step_log.tqdm, "write", printed.append)
-    trainer = {"logger": ["file"], "default_local_dir": str(directory), "total_epochs": 2}
-    settings = SimpleNamespace(enable=enable, separate=False, batch_groups=4, group_filter=group_filter)
-    return StepLog(OmegaConf.create({"trainer": trainer}), settings, total_steps=20), printed
+@pytest.fixture
+def log_of(monkeypatch, tmp_path):
+    """``log_of(...)``: a log of so many steps of four groups, and the lines that it writes."""
+
+    def build(*, total=20, enable=True, metric="acc"):
+        printed = []
+        monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+        trainer = {"logger": ["file"], "default_local_dir": str(tmp_path), "total_epochs": 2}
+        settings = SimpleNamespace(enable=enable, separate=False, batch_groups=4, group_filter=FilterSettings(metric))
+        return StepLog(OmegaConf.create({"trainer": trainer}), settings, total_steps=total), printed
+
+    return build
 
 
-ROOT = Path(__file__).parents[2]
-VALIDATED = {"val-core/math/acc/mean@4": 0.25, "val-core/math/acc/best@4/mean": 0.5, "val-core/aime/acc/mean@4": 0.125}
-HELD_OUT = " | validation math/acc/mean@4 0.250  aime/acc/mean@4 0.125"
-
-
-def test_line_of_a_step_has_its_validation(monkeypatch):
-    log, lines = log_of(monkeypatch)
-    log.extend(VALIDATED, 0)
-    log.extend({"training/global_step": 1, **VALIDATED}, 1)
+def test_line_of_a_step_has_its_validation_and_is_the_one_in_the_docs(log_of):
+    validated = {
+        "val-core/math/acc/mean@4": 0.25,
+        "val-core/math/acc/best@4/mean": 0.5,
+        "val-core/aime/acc/mean@4": 0.125,
+    }
+    held_out = " | validation math/acc/mean@4 0.250  aime/acc/mean@4 0.125"
+    log, lines = log_of(total=36)
+    log.extend(validated, 0)
+    log.extend({"training/global_step": 1, **validated}, 1)
     log.extend({"training/global_step": 2}, 2)
-    assert lines[0] == f"step   0{HELD_OUT}" and lines[1].startswith("step   1/20 | reward")
-    assert lines[1].endswith(HELD_OUT) and "validation" not in lines[2]
-
-
-def test_line_in_the_docs_is_one_that_a_step_has(monkeypatch):
-    log, lines = log_of(monkeypatch)
-    log._total = 36
+    assert lines[0] == f"step   0{held_out}" and lines[1].startswith("step   1/36 | reward")
+    assert lines[1].endswith(held_out) and "validation" not in lines[2]
     ours = {"rollout/tokens_per_s": 1310, "staleness/mean": 1.42, "staleness/max": 4, "buffer/carried_groups": 6}
     data = {"training/global_step": 7, "critic/score/mean": 0.412, "response_length/mean": 178.0, "timing_s/step": 9.3}
     data |= {"timing_s/gen": 5.1, "val-core/clock10/acc/mean@4": 0.512}
     log.extend(data | {f"partial_rollout/{name}": value for name, value in ours.items()}, 7)
-    assert lines[0] in (ROOT / "docs/working.md").read_text().splitlines()
+    assert lines[3] in (ROOT / "docs/working.md").read_text().splitlines()
 
 
 def filtered(step, groups, total, differ=0):
@@ -138,25 +129,23 @@ def filtered(step, groups, total, differ=0):
     return {"training/global_step": step, **{f"partial_rollout/filter/{name}": each for name, each in names.items()}}
 
 
-def test_what_dynamic_sampling_discards_stands_in_the_step_and_where_the_data_ends(monkeypatch):
-    log, lines = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+def test_what_dynamic_sampling_discards_stands_in_the_step_and_where_the_data_ends(log_of):
+    log, lines = log_of()
     log.extend(filtered(1, 36, 36), 1)
     log.extend(filtered(2, 0, 36), 2)
-    assert [line.rpartition(" | ")[2] for line in lines] == [
-        "discarded 36 of 40 groups (equal acc)",
-        "discarded 0 of 4 groups (equal acc)",
-    ]
+    said = [line.rpartition(" | ")[2] for line in lines]
+    assert said == ["discarded 36 of 40 groups (equal acc)", "discarded 0 of 4 groups (equal acc)"]
     assert log.data_ended(2) == (
         "the data ends after step 2 of 20 (trainer.total_epochs=2): dynamic sampling discarded 36 of 44 groups (equal acc)"
     )
     # A resumed process counts what the others discarded.
-    resumed, _ = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+    resumed, _ = log_of()
     resumed.extend(filtered(10, 6, 1360), 10)
     assert "discarded 1,360 of 1,400 groups" in resumed.data_ended(10)
 
 
-def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(monkeypatch):
-    log, lines = log_of(monkeypatch, group_filter=FilterSettings("acc"))
+def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(log_of):
+    log, lines = log_of()
     for step, differ in enumerate((0, 36, 36), 1):
         log.extend(filtered(step, 36, 36 * step, differ), step)
     (warning,) = [line for line in lines if line.startswith("warning")]
@@ -166,12 +155,8 @@ def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(monkey
 
 # -- a sample of step 1 --------------------------------------------------------------------------------------------------
 
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
+LETTERS = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+"""a tokenizer of one letter a token"""
 
 
 def batch_of(prompt, response, trained, score=None):
@@ -187,67 +172,63 @@ def batch_of(prompt, response, trained, score=None):
     return DataProto.from_single_dict({name: torch.tensor([row]) for name, row in tensors.items()})
 
 
-def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(monkeypatch, tmp_path):
-    log, lines = log_of(monkeypatch, tmp_path)
-    log.show(batch_of("2+2=", "call:4. Four", "111110001111", score=0.5), 1, Letters())
-    (said,) = lines
+def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(log_of, tmp_path):
+    log, lines = log_of()
+    log.show(batch_of("2+2=", "call:4. Four", "111110001111", score=0.5), 1, LETTERS)
+    log.show(batch_of("x", "y", "1"), 2, LETTERS)
     assert (
-        said
-        == (tmp_path / "sample.txt").read_text()
-        == (
+        lines
+        == [(tmp_path / "sample.txt").read_text()]
+        == [
             "-- one sample of step 1: the end of its prompt\n2+2=\n"
             "-- its response: 12 tokens, 9 of them trained\n"
             "call:[masked]4. [/masked]Four\n-- its reward: 0.5\n"
-        )
+        ]
     )
-    log.show(batch_of("x", "y", "1"), 2, Letters())
-    assert len(lines) == 1
 
 
-def test_long_sample_is_cut_and_one_without_a_score_says_so(monkeypatch, tmp_path):
-    log, lines = log_of(monkeypatch, tmp_path)
-    log.show(batch_of("a" * 3000 + "end", "b" * 900 + "c" * 900, "1" * 1800), 1, Letters())
+def test_long_sample_is_cut_and_one_without_a_score_says_so(log_of):
+    log, lines = log_of()
+    log.show(batch_of("a" * 3000 + "end", "b" * 900 + "c" * 900, "1" * 1800), 1, LETTERS)
     assert f"prompt\n{'a' * 797}end\n" in lines[0] and f"\n{'b' * 800}\n...\n{'c' * 800}\n" in lines[0]
     assert "its reward: not known yet" in lines[0]
 
 
-def test_sample_with_signs_that_the_terminal_does_not_have_ends_no_run(monkeypatch, tmp_path):
+def test_sample_with_signs_that_the_terminal_does_not_have_ends_no_run(log_of, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    log, lines = log_of(monkeypatch, tmp_path)
-    log.show(batch_of("é?", "ß", "1", score=1.0), 1, Letters())
+    log, lines = log_of()
+    log.show(batch_of("é?", "ß", "1", score=1.0), 1, LETTERS)
     assert lines[0].isascii() and "ß" in (tmp_path / "sample.txt").read_text(encoding="utf-8")
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------
+# -- the end, and a policy that runs away from its samples -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("enable", "saved", "strategy"), [(True, True, "megatron"), (False, False, "fsdp2")])
-def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, saved, strategy):
+@pytest.mark.parametrize(
+    ("enable", "strategy", "lora", "backend"),
+    [(True, "megatron", 0, "megatron"), (False, "fsdp2", 0, "fsdp"), (True, "fsdp2", 8, None)],
+)
+def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, strategy, lora, backend):
+    """Of LoRA's adapters verl's merger makes the base model."""
     run_dir = tmp_path / "my run"
-    if saved:
-        (run_dir / "global_step_3" / "actor").mkdir(parents=True)
+    (run_dir / "global_step_3" / "actor").mkdir(parents=True)
+    parts = {"actor": {"strategy": strategy}, "model": {"lora_rank": lora}}
     config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
-    config["actor_rollout_ref"] = {"actor": {"strategy": strategy}, "model": {"lora_rank": 0}}
-    first, *commands = step_log.last_lines(OmegaConf.create(config), 3).splitlines()
-    assert first == f"finished after step 3: the run is in {run_dir}. Next:"
-    tools = "python -m recipe.partial_rollout.tools"
-    merge = f"--backend megatron --local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
-    assert [command.strip() for command in commands] == [
+    tools, paths = (
+        "python -m recipe.partial_rollout.tools",
+        f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'",
+    )
+    assert step_log.last_lines(OmegaConf.create({**config, "actor_rollout_ref": parts}), 3).split("\n  ") == [
+        f"finished after step 3: the run is in {run_dir}. Next:",
         f"{tools} report '{run_dir}'",
         *[f"{tools} audit '{run_dir}'"] * enable,
-        *[f"python -m verl.model_merger merge {merge}"] * saved,
+        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (lora == 0),
     ]
-    # Of LoRA's adapters verl's merger makes the base model.
-    config["actor_rollout_ref"]["model"]["lora_rank"] = 8
-    assert "merge" not in step_log.last_lines(OmegaConf.create(config), 3)
-
-
-# -- a policy that runs away from its samples ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(monkeypatch, enable):
-    log, printed = log_of(monkeypatch, enable=enable, group_filter=None)
+def test_drift_is_told_under_partial_rollout_alone_and_a_loss_that_is_no_number_in_both_arms(log_of, enable):
+    log, printed = log_of(enable=enable)
     for step in range(1, 12):
         log.extend({"training/global_step": step, KL: 1e-4}, step)
     log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
@@ -271,6 +252,8 @@ WELL = [0.0002] * 8
         # First steps, and a run that always was far off.
         ([0.02, 0.3, 0.02, 0.03, 0.02], []),
         ([0.02] * 10, []),
+        # A figure that is no number hides no later drift.
+        ([*WELL, inf, 0.0002, 0.5], [11]),
     ],
 )
 def test_drift_is_told_when_it_sets_in(values, warned_at):
@@ -279,12 +262,6 @@ def test_drift_is_told_when_it_sets_in(values, warned_at):
 
 
 @pytest.mark.parametrize(("key", "value"), [(KL, inf), ("actor/grad_norm", nan), ("critic/vf_loss", -inf)])
-def test_figure_that_is_not_finite_is_told_by_name_in_its_own_step_and_hides_no_later_drift(key, value):
-    drift = PolicyDrift()
-    assert not any(drift.observe({KL: 0.0005}, step) for step in range(7))
-    data = {KL: 0.0005, "actor/entropy": 1.0, key: value}
-    warning = step_log.not_finite(data, 7)
-    assert warning is not None and "step 7" in warning and f"{key} {value}" in warning
-    assert "actor/entropy" not in warning and drift.observe(data, 7) is None
-    assert drift.observe({KL: 0.0005}, 8) is None
-    assert drift.observe({KL: 0.5}, 9) is not None
+def test_figure_that_is_not_finite_is_told_by_name(key, value):
+    warning = step_log.not_finite({KL: 0.0005, "actor/entropy": 1.0, key: value}, 7)
+    assert "step 7" in warning and f"{key} {value}" in warning and "actor/entropy" not in warning

@@ -56,32 +56,34 @@ def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monke
         assert os.environ["SWANLAB_MODE"] == mode
 
 
-def test_trackers_get_the_runs_id_unless_the_user_has_one(monkeypatch):
+def test_trackers_get_the_id_of_each_run_of_a_multirun_unless_the_user_has_one(monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    open_run(["file"], "a1")
-    assert (os.environ["SWANLAB_RUN_ID"], os.environ["WANDB_RUN_ID"]) == ("a1", "mine")
-    assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
-
-
-def test_each_run_of_a_multirun_has_an_id_of_its_own(monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    seen = []
     for run in ("a1", "b2"):
-        open_run(["swanlab"], run)
-        seen.append(os.environ["SWANLAB_RUN_ID"])
-    assert seen == ["a1", "b2"]
+        open_run(["file"], run)
+        assert (os.environ["SWANLAB_RUN_ID"], os.environ["WANDB_RUN_ID"]) == (run, "mine")
+        assert os.environ["SWANLAB_RESUME"] == os.environ["WANDB_RESUME"] == "allow"
     # A validation alone has no id, and does not go into the run before it.
     open_run(["swanlab"], None)
     assert not {"SWANLAB_RUN_ID", "SWANLAB_RESUME", "WANDB_RESUME"} & os.environ.keys()
     assert os.environ["WANDB_RUN_ID"] == "mine"
 
 
-LOGGED = """
+def on_a_board(script, board):
+    """Run ``script``, which logs to a local board; returns what it wrote to stderr."""
+    begins = """
 import os, sys
 os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1], "SWANLAB_RUN_ID": "a1b2c3d4"}
 from verl_ext import swanlab_board
 swanlab_board.install()
 from verl.utils.tracking import Tracking
+"""
+    command = [sys.executable, "-W", "ignore", "-c", begins + script, str(board)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
+
+
+LOGGED = """
 for first, value in ((1, 1.0), (3, 2.0)):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
@@ -98,21 +100,16 @@ for first, value in ((1, 1.0), (3, 2.0)):
 
 def test_local_board_keeps_the_last_finite_value_of_each_step(tmp_path):
     """Its page answers 500 for a metric that was nan or inf once. The second process resumes the first."""
-    command = [sys.executable, "-W", "ignore", "-c", LOGGED, str(tmp_path / "board")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    newest = max((tmp_path / "board").glob("run-*"))
+    on_a_board(LOGGED, tmp_path)
+    newest = max(tmp_path.glob("run-*"))
     lines = [json.loads(line) for file in newest.glob("logs/*/*.log") for line in file.read_text().splitlines()]
     assert sorted((line["index"], line["data"]) for line in lines) == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]
 
 
 ENDS = """
-import os, sys
-os.environ |= {"SWANLAB_MODE": "local", "SWANLAB_LOG_DIR": sys.argv[1]}
+del os.environ["SWANLAB_RUN_ID"]
 from recipe.partial_rollout.rollout.stop import StopTraining
-from verl_ext import swanlab_board
 from verl_ext.tracking_observer import observed_tracking
-swanlab_board.install()
 endings = {"ends": None, "fails": RuntimeError("no memory"), "stopped": StopTraining(2), "killed": KeyboardInterrupt()}
 for name, ending in endings.items():
     try:
@@ -129,13 +126,9 @@ for name, ending in endings.items():
 
 
 def test_board_shows_a_training_that_failed_or_was_stopped_as_such_and_only_a_whole_one_as_finished(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "board")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with sqlite3.connect(tmp_path / "board" / "runs.swanlab") as board:
+    on_a_board(ENDS, tmp_path)
+    with sqlite3.connect(tmp_path / "runs.swanlab") as board:
         shown = dict(board.execute("select name, status from experiment"))
     assert shown == {"ends": 1, "fails": -1, "stopped": -1, "killed": -1}
-    (error,) = [
-        path.read_text() for path in (tmp_path / "board").glob("run-*/**/error.log") if "memory" in path.read_text()
-    ]
+    (error,) = [text for path in tmp_path.glob("run-*/**/error.log") if "memory" in (text := path.read_text())]
     assert "RuntimeError: no memory" in error

@@ -8,24 +8,22 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from recipe.partial_rollout.waits import NoAnswerError, is_out_of_reach, one_line, wait
 
-DEAD = """The actor died unexpectedly before finishing this task.
+REASON = "The actor is dead because its worker process has died."
+DEAD = f"""The actor died unexpectedly before finishing this task.
 \tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
 \tactor_id: 20dbc4c33fb324cfbb62e23901000000
 \tpid: 3600
 \tname: G6WQxZWorkerDict_0:0
-The actor is dead because its worker process has died."""
+{REASON}"""
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (ValueError("first\n\n  last  \n"), "ValueError: last"),
-        (
-            RayActorError(error_msg=DEAD, actor_id="20db"),
-            "RayActorError: WorkerDict (pid 3600): The actor is dead because its worker process has died.",
-        ),
+        (RayActorError(error_msg=DEAD, actor_id="20db"), f"RayActorError: WorkerDict (pid 3600): {REASON}"),
         # What only quotes a dead actor is not it.
-        (ValueError(DEAD), "ValueError: The actor is dead because its worker process has died."),
+        (ValueError(DEAD), f"ValueError: {REASON}"),
     ],
 )
 def test_one_line_names_the_type_the_reason_and_the_actor_that_died(error, line):
@@ -42,20 +40,18 @@ async def fails(error, after_s=0.0):
     raise error
 
 
+LATE = NoAnswerError("saving took more than 0.05 s .*stall_s")
+
+
 @pytest.mark.parametrize(
     ("awaited", "watch", "ends"),
     [
-        (lambda: asyncio.sleep(0, 7), lambda: asyncio.sleep(9), 7),
         (lambda: asyncio.sleep(0, 7), lambda: fails(ValueError("late"), 0.01), 7),
         # Both at once.
         (lambda: asyncio.sleep(0, 7), lambda: fails(ValueError("watch")), 7),
         (lambda: fails(KeyError("main")), lambda: fails(ValueError("watch")), KeyError("main")),
         (lambda: asyncio.sleep(9), lambda: fails(ValueError("watch")), ValueError("watch")),
-        (
-            lambda: asyncio.sleep(9),
-            lambda: asyncio.sleep(9),
-            NoAnswerError("saving took more than 0.05 s .*stall_s"),
-        ),
+        (lambda: asyncio.sleep(9), lambda: asyncio.sleep(9), LATE),
     ],
 )
 async def test_wait_ends_with_the_first_of_answer_watch_and_deadline_and_nothing_of_it_goes_on(awaited, watch, ends):
