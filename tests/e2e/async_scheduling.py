@@ -20,7 +20,7 @@ from verl_ext.piecewise_scheduler import PiecewiseAsyncScheduler
 class WatchedScheduler(PiecewiseAsyncScheduler):
     """Counts its steps, and those that it planned while an earlier one was under way."""
 
-    steps = overlapped = preempted_in_flight = in_flight = 0
+    steps = overlapped = in_flight = 0
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
@@ -34,10 +34,6 @@ class WatchedScheduler(PiecewiseAsyncScheduler):
         self.in_flight -= scheduler_output.total_num_scheduled_tokens > 0
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
-    def _preempt_request(self, request, *args, **kwargs):
-        self.preempted_in_flight += request.num_output_placeholders > 0
-        return super()._preempt_request(request, *args, **kwargs)
-
 
 def _watched(core):
     scheduler = core.scheduler
@@ -46,9 +42,6 @@ def _watched(core):
         "step": core.step_fn.__name__,
         "steps": scheduler.steps,
         "overlapped": scheduler.overlapped,
-        "preempted_in_flight": scheduler.preempted_in_flight,
-        "in_flight": scheduler.in_flight,
-        "tokens_expected": sum(request.num_output_placeholders for request in scheduler.requests.values()),
     }
 
 
@@ -56,11 +49,10 @@ EngineCore.watched = _watched
 
 
 async def watched(engine):
-    """What the scheduler of ``engine`` has done; fails unless it is the asynchronous one, and has overlapped steps."""
+    """Fail unless the scheduler of ``engine`` is the asynchronous one, and has overlapped steps."""
     seen = await engine.engine_core.call_utility_async("watched")
     assert "AsyncScheduler" in seen["scheduler"] and seen["step"] == "step_with_batch_queue", seen
     assert seen["overlapped"] > seen["steps"] / 4, seen
-    return seen
 
 
 class _Nothing:
