@@ -70,16 +70,8 @@ class ToldError:
         return self.line.partition(":")[0], self.place
 
 
-class ReplicaError(RuntimeError):
-    """A vLLM replica did not answer a request.
-
-    Args:
-        dead: the replica will not answer any other request either.
-    """
-
-    def __init__(self, message: str, *, dead: bool) -> None:
-        super().__init__(message)
-        self.dead = dead
+class InfraError(RuntimeError):
+    """A part of the machinery is lost for good: no sample is to blame, and no retry helps, so the run ends."""
 
 
 AGAIN_S = 0.5
@@ -115,6 +107,12 @@ async def answer_of(ask: Callable[[], Awaitable[T]]) -> T:
 
 class NoAnswerError(TimeoutError):
     """A wait passed its deadline."""
+
+
+def is_cancelled() -> bool:
+    """Whether the present task is being cancelled. A library may also raise ``CancelledError`` of what it has cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def result_of(ref: Awaitable[T]) -> T:

@@ -9,7 +9,8 @@ from tensordict import TensorDict
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.worker.rewards import RewardWorkers, RewardWorkersLostError
+from recipe.partial_rollout.waits import InfraError
+from recipe.partial_rollout.worker.rewards import RewardWorkers
 from tests.unit.conftest import build_config
 from tests.unit.shared import byte_tokenizer
 
@@ -69,7 +70,7 @@ def test_reward_worker_that_dies_or_hangs_restarts_within_its_bound(reward_worke
         await asyncio.sleep(1.0)
         stuck.cancel()
         await asyncio.wait([stuck])
-        with pytest.raises(RewardWorkersLostError, match=r"reward\.py.*worker_restarts=3"):
+        with pytest.raises(InfraError, match=r"reward\.py.*worker_restarts=3"):
             await asyncio.wait_for(reward_workers.remote(call_for("good")), 120)
 
     asyncio.run(score())

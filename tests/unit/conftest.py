@@ -184,3 +184,14 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The scripted engine of ``loop_life`` in place of the replicas; it gives its ``answers`` in turn."""
+    from tests.unit import loop_life
+    from tests.unit.shared import script_replicas
+
+    scripted = loop_life.Engine()
+    script_replicas(monkeypatch, scripted.generate)
+    return scripted

@@ -1,7 +1,8 @@
-"""Anyone's agent loop in a training's own parts, in one process: manager, claim loop, client, alignment.
+"""The stage for agent loops: any loop in a training's own parts, in one process: manager, claim loop, client, alignment.
 
 The engine is scripted: what it makes depends on the whole context and on its version, and it remembers every token that it
-made, so ``check`` can tell whether a trained token was made under the context that it is trained in.
+made, so ``check`` can tell whether a trained token was made under the context that it is trained in. ``test_loop_fuzz``
+plays random loops here, ``test_loops`` a table of named ones.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.tools.function_tool import FunctionTool
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import FailureLimits, Scheduling, ToolCalls
@@ -26,16 +28,17 @@ from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from tests.bench.scripted_engine import ScriptedWorker
-from tests.unit.shared import InProcess, Local, script_replicas, settings_of
+from tests.unit.shared import InProcess, Local, script_replicas, settings_of, tool_schema
 
 RETRY = FailureLimits(sample_retries=2)
+PROMPT = [7, 8, 9]
 
 
-def config_of(response_length=64, prompt_length=16, **more):
+def config_of(response_length=64, prompt_length=16, *, correction="none", **more):
+    """Without a correction loops may sample as they like."""
     sizes = {"response_length": response_length, "prompt_length": prompt_length}
-    rollout = SimpleNamespace(**sizes, scheduling_policy="fcfs", name="vllm", **more)
-    # Scripted loops sample as they like.
-    ours = SimpleNamespace(correction="none")
+    rollout = SimpleNamespace(**sizes, **{"scheduling_policy": "fcfs", "name": "vllm", "temperature": 1.0, **more})
+    ours = SimpleNamespace(correction=correction)
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), partial_rollout=ours)
 
 
@@ -51,13 +54,33 @@ def output_of(prompt, response, mask=None, **fields):
     )
 
 
+def ask(client, params, tokens, prompt=PROMPT):
+    return client.generate("r", prompt_ids=prompt, sampling_params={**params, "max_tokens": tokens})
+
+
+async def plain(client, row, params, tokens=5):
+    return output_with(await ask(client, params, tokens))
+
+
+def output_with(answer, prompt=PROMPT):
+    """What a loop of one call returns."""
+    return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
+
+
+def function(name, call):
+    """verl's tool of ``call``."""
+    is_async = asyncio.iscoroutinefunction(call)
+    return FunctionTool(name=name, fn=call, tool_schema=tool_schema(name), is_async=is_async)
+
+
 class Engine:
     """Makes a token a tick, up to ``max_tokens`` or ``eos``, until it is aborted. Equal questions get different answers.
 
     ``repeats``: they get the same answer. ``cut_after``: tokens after which each request is aborted by itself.
+    ``answers``: these outputs and errors in turn, and nothing of the above.
     """
 
-    repeats, cut_after, eos = False, None, None
+    repeats, cut_after, eos, answers = False, None, None, ()
 
     def __init__(self, tick=0.001):
         self.tick, self.version, self.running, self.asked = tick, 0, 0, []
@@ -69,9 +92,14 @@ class Engine:
     def token(self, context, nonce):
         return 100 + (sum(context) + nonce) % 50
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **options):
         context, ids, log_probs = list(prompt_ids), [], []
-        self.asked.append((request_id, list(prompt_ids), sampling_params))
+        self.asked.append((request_id, list(prompt_ids), sampling_params, options))
+        if self.answers:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
         nonce, version = 0 if self.repeats else len(self.asked), self.version
         most = min(sampling_params["max_tokens"], self.cut_after or sampling_params["max_tokens"])
         self.running += 1
@@ -91,6 +119,8 @@ class Engine:
             self.running -= 1
         whole = len(ids) >= sampling_params["max_tokens"] or (ids and ids[-1] == self.eos)
         stop = "completed" if whole else "aborted"
+        # As verl's server.
+        log_probs = log_probs if sampling_params.get("logprobs") else None
         return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={"global_steps": version})
 
 
@@ -105,8 +135,8 @@ def log_prob(context, version):
 class LoopWorker(ScriptedWorker):
     """The recipe's worker, in which ``loop(server_manager, row, params)`` stands for ``AgentLoopBase.run``."""
 
-    tokenizer = processor = hf_model_type = dataset_cls = None
-    _trained = PartialRolloutAgentLoopWorker._trained
+    tokenizer = processor = hf_model_type = dataset_cls = _reward_s = None
+    _trained, _rewards, _parts = PartialRolloutAgentLoopWorker._trained, contextlib.nullcontext(), ()
 
     def __init__(self, life):
         super().__init__(EngineCurve(step_s=0.001, sample_s=0.0), 1)
@@ -116,7 +146,7 @@ class LoopWorker(ScriptedWorker):
         limits = self.config.partial_rollout.failures
         limits.sample_timeout_s, limits.tool_timeout_s = life.sample_timeout_s, 10.0
         self.config.trainer.save_freq, self.config.data = life.save_freq, {}
-        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
+        sampling = {"top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
         agent = SimpleNamespace(default_agent_loop="mine")
         self.rollout_config = SimpleNamespace(
             **{**vars(life.config.actor_rollout_ref.rollout), **sampling}, agent=agent
@@ -152,7 +182,7 @@ class Life:
     def __init__(
         self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
         scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(), save_freq=-1,  # noqa: B008 - frozen
-        **limits,
+        engine=None, **limits,
     ):  # fmt: skip
         self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
         self.tools, self.sample_timeout_s, self.save_freq = ToolCalls(release_after_s), sample_timeout_s, save_freq
@@ -160,7 +190,7 @@ class Life:
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
         settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "away_s": stall_s, **limits})
         self.build = lambda: ManagerActor(settings, InProcess())
-        self.actor, self.engine = self.build(), Engine(tick)
+        self.actor, self.engine = self.build(), engine or Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
         self.worker, self.replacing = None, asyncio.Lock()
         self.outputs, self.steps = {}, []
@@ -175,10 +205,10 @@ class Life:
 
     def end_worker(self):
         self.handle.broken = dict.fromkeys(("report", "claim"), RuntimeError("dead"))
-        for task in (self.serving, *self.worker._claims._tasks):
-            task.cancel()
+        self.serving.cancel()
         # Its process would end with it, threads included.
         for sample in self.worker._claims.samples.values():
+            sample.task.cancel()
             sample.ended = True
 
     async def die(self):
@@ -276,7 +306,7 @@ class Life:
         assert not self.open
         self.engine.aborting.clear()
         trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
-        play = partial(self.worker._play, self.worker._maker("mine"), {"temperature": 0.0}, row)
+        play = partial(self.worker._play, self.worker._maker("mine"), {"temperature": 0.0, "logprobs": True}, row)
         return await self.worker._attempt(play, trajectory)
 
     def figures(self):
@@ -299,7 +329,7 @@ async def living(life):
             await asyncio.sleep(0.01)
 
 
-def play(life_of, story):
+def play(life_of, story=Life.train):
     """``story(life)`` in an event loop of its own."""
 
     async def run():
@@ -312,61 +342,19 @@ def play(life_of, story):
     return result
 
 
-def transcripts(make_loop, numbers, *, disturbed, deaths=((2, 30), (3, 80)), prepare=lambda life: None, **settings):
-    """``({number: (prompt, response, mask, reward)}, [validated response])`` of a training of a row for each number.
+def beside_plain(loop, **settings):
+    """A life of two prompts; the first, which is short, ends a round in which ``loop`` is in the midst of the second."""
 
-    Disturbed: requests are cut after every token, each reward fails once, a validation follows every second step, and a
-    worker dies whenever the engine has had so many requests: ``deaths``, each with the number of the life that begins.
+    async def either(client, row, params):
+        return await (plain(client, row, params, 20) if row["plain"] else loop(client, row, params))
 
-    Args:
-        make_loop: makes the loop, and what checks it at the end, in the event loop that it runs in.
-        prepare: gets the life before it starts.
-    """
-    failed = set()
-
-    async def score(output, row):
-        if disturbed and row["number"] not in failed:
-            failed.add(row["number"])
-            raise ConnectionError("the reward's service is away")
-        output.reward_score = float(sum(output.response_ids) % 7)
-
-    def life():
-        loop, life.check = make_loop()
-        made = Life(loop, [{"number": number} for number in numbers], slots=3, score=score, **settings)
-        prepare(made)
-        made.engine.repeats = True
-        return made
-
-    async def story(made):
-        validated = []
-        killing = asyncio.ensure_future(die(made)) if disturbed else None
-        while len(made.outputs) < len(made.rows):
-            made.engine.cut_after = 1 if disturbed else None
-            await made.stop_round()
-            # verl's validations are not interrupted
-            made.engine.cut_after = None
-            if disturbed and made.version % 2:
-                validated.append((await made.validate({"number": 30})).response_ids)
-            if len(made.outputs) < len(made.rows):
-                await made.next_round()
-        if not disturbed:
-            validated.append((await made.validate({"number": 30})).response_ids)
-        assert killing is None or (killing.done() and made.lives == 1 + len(deaths))
-        assert len(failed) == (len(made.rows) if disturbed else 0)
-        life.check()
-        return {uid: said(*outputs) for uid, outputs in made.outputs.items()}, validated
-
-    async def die(made):
-        for lives, requests in deaths:
-            while made.lives < lives:
-                await asyncio.sleep(0.001)
-                if len(made.engine.asked) >= requests:
-                    await made.die()
-
-    return play(life, story)
+    return lambda: Life(either, [{"plain": True}, {"plain": False}], **settings)
 
 
-def said(output):
-    assert not output.masked, output.extra_fields
-    mask = [int(bit) for bit in output.response_mask]
-    return output.prompt_ids.tolist(), output.response_ids.tolist(), mask, output.reward_score
+def trained(loop, *, update_s=0.0, **settings):
+    """The output of ``loop``, and its training, whose updates take ``update_s``."""
+
+    async def story(life):
+        return (await life.train(update_s=update_s))[1], life
+
+    return play(beside_plain(loop, **settings), story)

@@ -1,4 +1,8 @@
-"""A request is admitted once the engine core has it, and leaves nothing behind however its caller goes away."""
+"""A request is admitted once the engine core has it, and leaves nothing behind however its caller goes away.
+
+``tests/e2e/test_interruption.py`` and ``test_log_probs.py`` show the same of vLLM's own engine: its answers, its queue, its
+log-probs.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,12 +10,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.replica import AdmittingEngine, Asked, RecipeVLLMServer
+from recipe.partial_rollout.engine.replica import AdmittingEngine, RecipeVLLMServer
 from tests.e2e.bare_server import serve
 
 PARAMS = SamplingParams(max_tokens=5)
@@ -19,8 +21,6 @@ PARAMS = SamplingParams(max_tokens=5)
 
 class Queue:
     """A request's outputs: a text, or what the engine raises; waits when there is none."""
-
-    decodes, metrics, log_probs = True, None, None
 
     def __init__(self, request_id, outputs):
         self.request_id, self.outputs, self.closed = f"{request_id}-internal", list(outputs), False
@@ -34,8 +34,8 @@ class Queue:
         output = self.outputs.pop(0)
         if isinstance(output, Exception):
             raise output
-        answers = [SimpleNamespace(token_ids=[5] if self.decodes else [], logprobs=self.log_probs)]
-        return SimpleNamespace(text=output, finished=output == "last", outputs=answers, metrics=self.metrics)
+        answers = [SimpleNamespace(token_ids=[5], logprobs=None)]
+        return SimpleNamespace(text=output, finished=output == "last", outputs=answers, metrics=None)
 
     def close(self):
         self.closed = True
@@ -71,7 +71,7 @@ async def read(generator):
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("CUMULATIVE", "FINAL_ONLY"), ("DELTA", "DELTA")])
-def test_request_is_admitted_before_its_first_output_and_its_callers_parameters_are_left_alone(asked, sent):
+def test_request_is_admitted_before_its_first_output(asked, sent):
     engine, params = Engine("first", "last"), SamplingParams(max_tokens=5, output_kind=RequestOutputKind[asked])
     assert asyncio.run(read(generate(engine, params))) == [None, "first", "last"]
     ((request_id, prompt, used, options),) = engine.added
@@ -80,38 +80,6 @@ def test_request_is_admitted_before_its_first_output_and_its_callers_parameters_
     assert used.flat_logprobs == (sent == "FINAL_ONLY")
     assert params.output_kind is RequestOutputKind[asked]
     assert engine.aborted == [] and engine.queues[0].closed
-
-
-async def test_verls_server_reads_the_sampled_tokens_log_probs_of_an_output_without_an_object_a_token(monkeypatch):
-    flat = FlatLogprobs()
-    for token in (4, 6):
-        flat.append_fast([token, 9], [-0.1 * token, -3.0], iter([2, 1]), [None, None])
-    monkeypatch.setattr(Queue, "log_probs", flat)
-    monkeypatch.setattr(FlatLogprobs, "__getitem__", None)
-    *_, last = [output async for output in generate(Engine("last"))]
-    # As ``vLLMHttpServer.generate`` reads it.
-    read_by_verl = [each[[4, 6][i]].logprob for i, each in enumerate(last.outputs[0].logprobs)]
-    assert read_by_verl == pytest.approx([-0.4, -0.6])
-
-
-@pytest.mark.parametrize(
-    ("decodes", "metrics", "queued_s"),
-    [
-        (True, SimpleNamespace(queued_ts=100.0, scheduled_ts=102.5), 2.5),
-        # Statistics are off.
-        (True, None, 0.0),
-        # It never ran: the whole time.
-        (False, SimpleNamespace(queued_ts=0.0, scheduled_ts=0.0), 7.0),
-    ],
-)
-async def test_request_tells_how_long_it_was_queued(monkeypatch, decodes, metrics, queued_s):
-    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=iter([30.0, 37.0]).__next__))
-    monkeypatch.setattr(Queue, "decodes", decodes)
-    monkeypatch.setattr(Queue, "metrics", metrics)
-    front = AdmittingEngine(Engine("last"))
-    front.requests["r"] = asked = Asked()
-    await read(front.generate(prompt="p", sampling_params=PARAMS, request_id="r"))
-    assert asked.queued_s == queued_s
 
 
 @pytest.mark.parametrize(
@@ -146,7 +114,7 @@ def test_error_passes_as_it_is_and_a_dead_engine_is_asked_for_nothing_more(engin
     assert engine.aborted == aborted
 
 
-async def test_request_under_admission_when_the_gate_closes_is_covered_by_the_pause():
+async def test_request_under_admission_is_covered_by_the_pause():
     """The pause must not overtake it: it would come back from the engine in the next round, under new weights."""
     engine, told, texts = Engine(), [], []
 

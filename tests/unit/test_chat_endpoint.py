@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
@@ -13,7 +13,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 from recipe.partial_rollout.tasks.calculator.conversation import call, evaluate
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.chat_endpoint import ChatEndpoint
-from tests.unit.loop_life import Engine, Life, config_of, play, transcripts
+from tests.unit.loop_life import Engine, Life, config_of, play
 
 TOKENIZER = build_tokenizer()
 BUILDER = create_continuous_token_builder(TOKENIZER, hf_model_type="qwen3")
@@ -66,8 +66,8 @@ async def converse(ask, messages):
             messages.append({"role": "tool", "tool_call_id": each.id, "content": said})
 
 
-def client_of(chat, kind=AsyncOpenAI, **options):
-    return kind(base_url=chat.url, api_key="none", **{"timeout": None, "max_retries": 0, **options})
+def client_of(url):
+    return AsyncOpenAI(base_url=url, api_key="none", timeout=None, max_retries=0)
 
 
 def asking(client, **request):
@@ -75,62 +75,42 @@ def asking(client, **request):
 
 
 def trained(agent, **settings):
-    """The output of ``agent(chat, client, row)`` cut after every token, and its life."""
+    """The output of ``agent(chat, client)`` cut after every token, whose first reward fails, and its life."""
+    failed = []
 
     async def loop(server, row, params):
         output = None
-        async with ChatEndpoint(Agent(server), params) as chat, client_of(chat) as client:
-            output = await agent(chat, client, row)
+        async with ChatEndpoint(Agent(server), params) as chat, client_of(chat.url) as client:
+            output = await agent(chat, client)
         return output or chat.output()
 
-    def life():
-        made = Life(loop, [{}], config=config_of(ROOM, 64), **settings)
-        made.engine = Guesser()
-        made.engine.cut_after = 1
-        return made
+    async def score(output, row):
+        if not failed:
+            failed.append(output)
+            raise ConnectionError("the reward's service is away")
+        output.reward_score = 1.0
 
     async def story(life):
         (output,) = await life.train()
         return output, life
 
-    return play(life, story)
+    engine = Guesser()
+    engine.cut_after = 1
+    config = config_of(ROOM, 64)
+    return play(lambda: Life(loop, [{}], config=config, engine=engine, score=score, **settings), story)
 
 
 def words(output):
     """What the model said itself, and what else it read."""
-    own, read = (
-        [t for t, bit in zip(output.response_ids, output.response_mask, strict=True) if bit == b] for b in (1, 0)
-    )
-    return TOKENIZER.decode(own), TOKENIZER.decode(read)
+    mask = output.response_mask.astype(bool)
+    return TOKENIZER.decode(output.response_ids[mask]), TOKENIZER.decode(output.response_ids[~mask])
 
 
 # -- conversations -------------------------------------------------------------------------------------------------------
 
 
-def agents():
-    async def loop(server, row, params):
-        async with ChatEndpoint(Agent(server), params) as chat, client_of(chat) as client:
-            await converse(asking(client), [question(row["number"] % 10)])
-        return chat.output()
-
-    return loop, lambda: None
-
-
-def test_agent_on_the_openai_client_says_and_earns_what_it_does_undisturbed():
-    """Cut at every token; workers killed; each reward fails once; validation every second step."""
-
-    def prepare(life):
-        life.engine = Guesser()
-
-    settings = {"prepare": prepare, "config": config_of(ROOM, 64), "deaths": ((2, 60), (3, 120))}
-    undisturbed, (validated,) = transcripts(agents, range(6), disturbed=False, **settings)
-    disturbed, validations = transcripts(agents, range(6), disturbed=True, **settings)
-    assert disturbed == undisturbed and len(undisturbed) == 6
-    assert validations and all(list(validation) == list(validated) for validation in validations)
-
-
 def test_tokens_of_all_turns_are_trained_and_what_the_tool_said_is_read():
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         completion = await converse(asking(client), [question()])
         assert completion.choices[0].finish_reason == "stop" and completion.usage.completion_tokens == 4
 
@@ -138,13 +118,13 @@ def test_tokens_of_all_turns_are_trained_and_what_the_tool_said_is_read():
     said, read = words(output)
     first, second, last, _ = said.split("<|im_end|>")
     assert first.startswith("<tool_call>") and second.startswith("<tool_call>") and last[0] == "!"
-    assert read.count("tool\n") == 2 and output.num_turns == 6 and life.figures()["failures/failed_total"] == 0
+    assert read.count("tool\n") == 2 and output.num_turns == 6 and life.figures()["failures/failed_total"] == 1
     assert len(life.engine.asked) == sum(output.response_mask), "cut after every token"
     assert TOKENIZER.decode(output.prompt_ids) == "<|im_start|>user\n0?2=_<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_of_candidates_beside_each_other_the_one_that_the_loop_names_is_trained():
-    async def agent(chat, client, row):
+def test_candidate_that_the_loop_names_is_trained():
+    async def agent(chat, client):
         first, *_ = await asyncio.gather(*[converse(asking(client), [question(i)]) for i in (3, 4)])
         judge = [{"role": "user", "content": first.choices[0].message.content}]
         await asking(client, tools=None, max_tokens=1)(messages=judge)
@@ -155,25 +135,8 @@ def test_of_candidates_beside_each_other_the_one_that_the_loop_names_is_trained(
     assert output.metrics["untrained_tokens"] > sum(output.response_mask) / 2
 
 
-def test_synchronous_agent_in_a_thread_of_its_own_is_served():
-    async def agent(chat, client, row):
-        def work():
-            with client_of(chat, OpenAI) as synchronous:
-                messages = [question()]
-                for _ in range(3):
-                    message = asking(synchronous)(messages=messages).choices[0].message
-                    messages += [message.model_dump(), {"role": "user", "content": "0"}]
-
-        await asyncio.to_thread(work)
-
-    output, _ = trained(agent)
-    assert not output.masked and words(output)[0].count("<|im_end|>") == 3
-
-
-@pytest.mark.parametrize(
-    "arguments", ['{"expression": "1+2"}', '{"expression": "1+', "", '"1+2"', "[1]", "null", "NaN"]
-)
-def test_tool_call_whose_arguments_are_no_json_object_is_the_agents_to_answer(monkeypatch, arguments):
+@pytest.mark.parametrize("arguments", ['{"expression": "1+', "", "[1]", "null"])
+def test_arguments_that_are_no_json_object_are_the_agents_to_answer(monkeypatch, arguments):
     """verl's parser of gpt-oss hands them on as the model has said them."""
 
     class Raw(ToolParser):
@@ -182,7 +145,7 @@ def test_tool_call_whose_arguments_are_no_json_object_is_the_agents_to_answer(mo
 
     monkeypatch.setitem(ToolParser._registry, "hermes", Raw)
 
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         messages = [question()]
         while (message := (await asking(client)(messages=messages)).choices[0].message).tool_calls:
             assert [each.function.arguments for each in message.tool_calls] == [arguments]
@@ -192,9 +155,6 @@ def test_tool_call_whose_arguments_are_no_json_object_is_the_agents_to_answer(mo
     output, _ = trained(agent)
     assert not output.masked, output.extra_fields
     assert words(output)[0].count("<|im_end|>") == 3 and words(output)[1].count("tool\n") == 2
-
-
-EXAMPLES = [question(1), {"role": "assistant", "content": "!11"}]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +170,7 @@ EXAMPLES = [question(1), {"role": "assistant", "content": "!11"}]
     ids=["an answer", "the question", "a system prompt", "the tools", "no text", "other spelling"],
 )
 def test_conversation_that_its_client_rewrites_is_refused_by_name(change, refused):
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         messages, request = [question()], {}
         answer = (await asking(client)(messages=messages)).choices[0].message.model_dump()
         messages += [answer, {"role": "tool", "content": "1", "tool_call_id": answer["tool_calls"][0]["id"]}]
@@ -220,16 +180,6 @@ def test_conversation_that_its_client_rewrites_is_refused_by_name(change, refuse
     output, _ = trained(agent)
     assert output.masked == refused
     assert not refused or "the client went on from answers, or with tools" in output.extra_fields["sample_error"]
-
-
-def test_conversation_may_begin_with_examples():
-    async def agent(chat, client, row):
-        for _ in range(2):
-            completion = await asking(client)(messages=[*EXAMPLES, question()])
-        return chat.output(completion.id)
-
-    output, _ = trained(agent)
-    assert not output.masked and "!11" in TOKENIZER.decode(output.prompt_ids)
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------------
@@ -247,18 +197,20 @@ def test_conversation_may_begin_with_examples():
     ],
 )
 def test_what_is_not_served_is_an_error_of_the_api_in_words(request_, said):
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         with pytest.raises(BadRequestError) as refused:
             await asking(client, messages=[question()])(**request_)
         assert said in refused.value.message and refused.value.code == "invalid_request_error"
-        await asking(client, stream=False, temperature=None)(messages=[question()])
+        examples = [question(1), {"role": "assistant", "content": "!11"}]
+        await asking(client, stream=False, temperature=None)(messages=[*examples, question()])
 
     output, _ = trained(agent)
     assert not output.masked, output.extra_fields
+    assert "!11" in TOKENIZER.decode(output.prompt_ids), "a conversation may begin with examples"
 
 
 def test_client_that_gives_up_or_is_left_behind_withdraws_its_call():
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         ask = asking(client, tools=None, messages=[question()])
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(), 0.003)
@@ -267,12 +219,12 @@ def test_client_that_gives_up_or_is_left_behind_withdraws_its_call():
         await asyncio.sleep(0.01)
         return chat.output()
 
-    output, life = trained(agent, tick=0.002)
+    output, life = trained(agent)
     assert not output.masked and sum(output.response_mask) == 1 and not life.engine.running and agent.left.done()
 
 
-def test_agent_that_has_used_all_its_tokens_up_ends_there_and_is_trained():
-    async def agent(chat, client, row):
+def test_agent_that_has_used_up_all_its_tokens_ends_there_and_is_trained():
+    async def agent(chat, client):
         messages = [question()]
         while True:
             message = (await asking(client, tools=None)(messages=messages)).choices[0].message
@@ -283,26 +235,24 @@ def test_agent_that_has_used_all_its_tokens_up_ends_there_and_is_trained():
 
 
 def test_what_fails_behind_the_endpoint_is_what_the_sample_failed_of():
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         chat._sampling_params["presence_penalty"] = 1.0
         with pytest.raises(InternalServerError, match="presence_penalty"):
             await asking(client)(messages=[question()])
         await asking(client)(messages=[question()])
 
     output, _ = trained(agent)
-    assert output.extra_fields["sample_error"].startswith(
-        "SamplingError: sample 0/0#0: its agent loop asks for presence"
-    )
+    assert "sample 0/0#0: its agent loop asks for presence" in output.extra_fields["sample_error"]
 
 
 def test_endpoint_serves_its_own_sample_and_ends_with_it():
     urls = []
 
-    async def agent(chat, client, row):
+    async def agent(chat, client):
         urls.append(chat.url)
-        port, stale = chat.url.split("/")[2], "http://{}/0123/v1".format
+        stale = client_of(f"http://{chat.url.split('/')[2]}/0123/v1")
         with pytest.raises(NotFoundError, match="only chat/completions of a running sample"):
-            await asking(AsyncOpenAI(base_url=stale(port), api_key="none", max_retries=0))(messages=[question()])
+            await asking(stale)(messages=[question()])
         await asking(client)(messages=[question()])
 
     output, _ = trained(agent)

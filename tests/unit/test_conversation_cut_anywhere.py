@@ -33,11 +33,11 @@ class CutParser(ToolParser):
 
 
 class Moments:
-    """Where the conversation stands; at each of ``cuts`` it waits, once, until the cut has been made."""
+    """Where the conversation stands; at each of ``cuts`` it waits, once, until the round is ``over``."""
 
-    def __init__(self, cuts):
+    def __init__(self, cuts, over):
         self.cuts, self.passed, self.calls = set(cuts), [], []
-        self.reached, self.over = asyncio.Event(), asyncio.Event()
+        self.reached, self.over = asyncio.Event(), over
 
     async def one(self, *moment):
         self.passed.append(moment)
@@ -46,10 +46,6 @@ class Moments:
             self.reached.set()
         if self.reached.is_set():
             await self.over.wait()
-
-    def begin(self):
-        self.reached.clear()
-        self.over.clear()
 
 
 class WatchedWorkspace(Workspace):
@@ -73,28 +69,12 @@ def next_token(context):
     return OBSERVATION if turn < TURNS else USER
 
 
-class Cut(asyncio.Event):
-    """A round that stops is a cut that has been made."""
-
-    def __init__(self, moments):
-        super().__init__()
-        self.moments = moments
-
-    def set(self):
-        super().set()
-        self.moments.over.set()
-
-    def clear(self):
-        super().clear()
-        self.moments.begin()
-
-
 class Speaker(Engine):
     """Makes a token at each turn of the event loop, until it is aborted."""
 
-    def __init__(self, moments):
+    def __init__(self, cuts):
         super().__init__()
-        self.moments, self.aborting = moments, Cut(moments)
+        self.moments = Moments(cuts, self.aborting)
 
     async def generate(self, request_id, *, prompt_ids, **request):
         made = []
@@ -112,7 +92,8 @@ def converse(root, cuts, deadly):
 
     Each of the other prompts is complete once the conversation has reached a cut.
     """
-    moments, attempts = Moments(cuts), []
+    engine, attempts = Speaker(cuts), []
+    moments = engine.moments
 
     def effects():
         return (root / attempts[-1] / "log").read_text()
@@ -132,8 +113,10 @@ def converse(root, cuts, deadly):
     def life():
         rows = [{"converses": True}, *[{"converses": False}] * len(cuts)]
         workspace = WatchedWorkspace(root, moments)
-        made = Life(loop, rows, slots=64, score=score, stall_s=20.0, config=CONFIG, functions=[workspace])
-        made.engine, made.check = Speaker(moments), lambda output: None
+        made = Life(
+            loop, rows, slots=64, score=score, stall_s=20.0, config=CONFIG, functions=[workspace], engine=engine
+        )
+        made.check = lambda output: None
         return made
 
     async def story(life):
@@ -142,6 +125,7 @@ def converse(root, cuts, deadly):
             if deadly:
                 await life.die()
             await life.stop_round()
+            moments.reached.clear()
             await life.next_round()
         await life.stop_round()
         return life.outputs["0/0"]

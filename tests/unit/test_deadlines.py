@@ -30,15 +30,13 @@ ENDED_BY = {
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
     "training/weight_transfer.py _meet": "_watched, by stage",
     "training/weight_transfer.py load": "_watched, four lines on",
-    "engine/replica.py _end_engines": "ServerControl.restart_dead, within START_S",
     "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",
     "engine/replica.py relaunch": "ServerControl.restart_dead, within START_S",
     "worker/claim_loop.py serve": "the guard, which asks the manager: a worker lives as long as its driver",
     "worker/claim_loop.py _claim": "the guard, as above; a claim also ends after CLAIM_WAIT_S",
-    "worker/rewards.py _ask": "who calls RewardWorkers.remote, within reward_s",
-    "worker/rewards.py _first_that_answers": "who calls RewardWorkers.remote, within reward_s",
+    "worker/rewards.py remote": "its caller, within reward_s",
     "manager/actor.py fetch": "ray.get with a timeout",
 }
 """file and function of each question outside such a call, and what ends it"""

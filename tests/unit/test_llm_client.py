@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from copy import deepcopy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,34 +12,14 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
-from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.live_sample import Place, Request, SampleClock, context_hash, digest_of
-from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient, SamplingError
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import REQUEST
-from tests.unit.shared import Keeper, live_sample, script_replicas
+from tests.unit.loop_life import config_of
+from tests.unit.shared import Keeper, live_sample
 
-ROLLOUT = SimpleNamespace(response_length=10, prompt_length=4, scheduling_policy="fcfs", name="vllm", temperature=1.0)
-CONFIG = SimpleNamespace(
-    actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
-    partial_rollout=SimpleNamespace(correction="decoupled"),
-)
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """Scripted replica: answers in turn and notes every request."""
-    script = SimpleNamespace(answers=[], requests=[], priorities=[])
-
-    async def generate(request_id, *, prompt_ids, sampling_params, priority=None):
-        script.requests.append((request_id, list(prompt_ids), dict(sampling_params)))
-        script.priorities.append(priority)
-        answer = script.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    script_replicas(monkeypatch, generate)
-    return script
+TOKENIZER = build_tokenizer()
 
 
 def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fields):
@@ -52,24 +31,22 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
     )
 
 
-def client_of(replicas="", tokenizer=None):
+def client_of(replicas="", **rollout):
     """A client that chooses among ``replicas``, or has the one that is scripted."""
-    client = PartialRolloutLLMClient(CONFIG)
-    client.tokenizer = tokenizer
+    client = PartialRolloutLLMClient(config_of(10, 4, correction="decoupled", **rollout))
+    client.tokenizer = TOKENIZER
     if replicas:
         client.replicas = ReplicaChoice(dict.fromkeys(replicas))
     return client
 
 
-def ask(client, sample, **request):
-    """What the agent loop of ``sample``, or of a validation, gets from ``client``."""
-    clock = SampleClock("validation row 0") if sample is None else sample.clock
-    return SampleClient(client, sample, clock).generate("r", **request)
-
-
 def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
+    """What the agent loop of ``sample``, or of a validation, gets from ``client``."""
+
     async def run():
-        return await ask(client, sample, prompt_ids=list(prompt), sampling_params=params or sampling_params)
+        clock = SampleClock("validation row 0") if sample is None else sample.clock
+        asking = SampleClient(client, sample, clock)
+        return await asking.generate("r", prompt_ids=list(prompt), sampling_params=params or sampling_params)
 
     return asyncio.run(run())
 
@@ -78,7 +55,7 @@ def live(keeper=None, *segments, **given):
     return live_sample(keeper or Keeper(), segments, **given)
 
 
-def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameters(engine):
+def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine):
     engine.answers = [tokens(5, 6, 7, stop="aborted", version=3), tokens(8, version=4)]
     sample, params = live(), {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}
     output = generate(client_of(), sample, params=params)
@@ -87,20 +64,15 @@ def test_aborted_call_resumes_from_its_tokens_with_what_is_left_of_its_parameter
     assert of(sample.keeper.segments) == [([5, 6, 7], 3, None)]
     first = {"temperature": 1.0, "logprobs": True, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
     second = first | {"max_tokens": 6, "min_tokens": 1}
-    assert [request[1:] for request in engine.requests] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
+    assert [request[1:3] for request in engine.asked] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
     assert params == {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}, "the caller's are left alone"
 
 
-def test_budget_of_a_later_turn_counts_what_the_conversation_has_used(engine):
-    engine.answers = [tokens(5)]
-    generate(client_of(), live(), prompt=range(12))
-    assert engine.requests[0][2]["max_tokens"] == 2
-
-
-def test_tokens_without_log_probs_are_refused(engine):
+def test_later_turn_has_the_rest_of_the_response_and_needs_log_probs(engine):
     engine.answers = [tokens(5, 6, log_probs=False)]
     with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
-        generate(client_of(), live())
+        generate(client_of(), live(), prompt=range(12))
+    assert engine.asked[0][2]["max_tokens"] == 2
 
 
 def of(segments):
@@ -132,7 +104,7 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
         ([tokens(5, 6, stop="aborted", version=4)], {"max_tokens": 2}, [([5, 6], 4, "completed")], []),
     ],
 )
-def test_held_call_is_a_segment_for_each_version_and_none_is_empty(engine, answers, params, segments, handed_in):
+def test_held_call_is_a_segment_for_each_version(engine, answers, params, segments, handed_in):
     engine.answers, keeper = deepcopy(answers), Keeper()
     sample = live(keeper)
     output = generate(client_of(), sample, **params)
@@ -144,18 +116,18 @@ def test_held_call_is_a_segment_for_each_version_and_none_is_empty(engine, answe
     assert of(keeper.segments) == handed_in and engine.answers == []
 
 
-def test_call_that_was_aborted_without_a_token_adds_no_segment_and_goes_on_with_its_priority(engine, monkeypatch):
-    monkeypatch.setattr(ROLLOUT, "scheduling_policy", "priority")
+def test_call_aborted_without_a_token_adds_no_segment(engine):
     queued = tokens(stop="aborted", log_probs=False)
     engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
-    client, sample = client_of(), live(order=7)
+    client, sample = client_of(scheduling_policy="priority"), live(order=7)
     assert generate(client, sample).token_ids == [5, 6, 7]
-    assert engine.priorities == [7] * 5 and of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
-    assert len({request[0] for request in engine.requests}) == 5, "every call has a request id of its own"
+    assert [options["priority"] for *_, options in engine.asked] == [7] * 5
+    assert of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
+    assert len({request[0] for request in engine.asked}) == 5, "every call has a request id of its own"
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 0, 0, 5], "what was queued read nothing"
 
 
-def test_turn_after_a_tool_reads_again_what_of_the_conversation_the_replica_has_lost(engine):
+def test_turn_after_a_tool_reads_again_what_the_replica_has_lost(engine):
     engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted", num_cached_tokens=4), tokens(8)]
     client, sample = client_of(), live()
     generate(client, sample)
@@ -179,44 +151,40 @@ def test_single_turn_sample_goes_on_from_its_tokens(engine):
     sample = live(None, *known(([5], 0, None), ([6], 1, None)))
     output = generate(client_of(), sample)
     assert (output.token_ids, output.log_probs[:2]) == ([5, 6, 9], pytest.approx([-0.5, -0.6]))
-    assert [(context, params["max_tokens"]) for _, context, params in engine.requests] == [([1, 2, 3, 5, 6], 8)]
+    assert [(context, params["max_tokens"]) for _, context, params, _ in engine.asked] == [([1, 2, 3, 5, 6], 8)]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 2)
     assert [(list(s.token_ids), s.turn) for s in sample.unsent] == [([9], 0)]
 
 
-def test_finished_turn_is_not_decoded_again_and_another_call_does_not_get_its_tokens(engine):
+def test_finished_turn_is_not_decoded_again_nor_given_to_another_call(engine):
     engine.answers = [tokens(4)]
     sample = live(None, *known(([5, 6], 0, "stop")))
     other = generate(client_of(), sample, prompt=[1])
     first = generate(client_of(), sample)
     assert (other.token_ids, first.token_ids, first.stop_reason) == ([4], [5, 6], "stop")
-    assert len(engine.requests) == 1
+    assert len(engine.asked) == 1
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "instead"),
+    ("key", "value"),
     [
-        ("presence_penalty", 0.5, "enable=False"),
-        ("frequency_penalty", -0.5, "enable=False"),
-        ("bad_words", ["bad"], "enable=False"),
-        ("thinking_token_budget", 0, "enable=False"),
-        ("structured_outputs", {"regex": "a*"}, "enable=False"),
-        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}, "enable=False"),
-        ("seed", 7, "enable=False"),
-        # Without a tokenizer.
-        ("stop", ["x"], "use stop_token_ids"),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("bad_words", ["bad"]),
+        ("thinking_token_budget", 0),
+        ("structured_outputs", {"regex": "a*"}),
+        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}),
+        ("seed", 7),
+        ("prompt_logprobs", 0),
     ],
 )
-def test_what_would_not_survive_an_interruption_is_refused_before_the_first_call(engine, key, value, instead):
+def test_parameter_that_would_not_survive_an_interruption_is_refused(engine, key, value):
     engine.answers = [tokens(5)]
-    with pytest.raises(SamplingError, match=f"sample 0/0#0: .* asks for {key}=.*{instead}"):
+    with pytest.raises(ValueError, match=f"sample 0/0#0: .* asks for {key}=.*enable=False"):
         generate(client_of(), live(), **{key: value})
-    assert engine.requests == []
+    assert engine.asked == []
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3, "seed": -1}
     assert generate(client_of(), live(), **off).token_ids == [5]
-
-
-TOKENIZER = build_tokenizer()
 
 
 def text(letters):
@@ -247,21 +215,21 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, re
     sample = live(None, *segments)
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
-    output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, **params)
+    output = generate(client_of(), sample, max_tokens=99, **params)
     assert TOKENIZER.decode(output.token_ids) == turn and engine.answers == []
     assert len(output.log_probs) == len(output.token_ids) == sum(map(len, sample.segments))
     assert sample.segments[-1].stop_reason == output.stop_reason == "completed"
 
 
 @pytest.mark.parametrize("held_after", range(1, 6))
-def test_stop_string_across_an_interruption_ends_the_turn_wherever_the_call_was_held(engine, held_after):
+def test_stop_string_ends_the_turn_wherever_the_call_was_held(engine, held_after):
     letters = text("opcdef")
     engine.answers = [
         tokens(*text("st"), stop="aborted", version=3),
         tokens(*letters, version=5, marks=[(held_after, 4)]),
     ]
     sample = live()
-    output = generate(client_of(tokenizer=TOKENIZER), sample, max_tokens=99, stop=["stop"])
+    output = generate(client_of(), sample, max_tokens=99, stop=["stop"])
     assert TOKENIZER.decode(output.token_ids) == "stop" and output.stop_reason == "completed"
     one_each = [(letters[:1], 4, None), (letters[1:2], 5, "completed")]
     rest = one_each if held_after == 1 else [(letters[:2], 4, "completed")]
@@ -272,48 +240,42 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
     client, sample = client_of("ab"), live()
     engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6)]
     assert generate(client, sample).token_ids == [5, 6]
-    assert [request[1] for request in engine.requests] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
-    # The first call ended at a: the next one went to b, which died.
+    assert [request[1] for request in engine.asked] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
+    # b died.
     assert sample.place.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
 
 
 @pytest.mark.parametrize(
-    ("error", "asked", "said"),
-    [(RayActorError(), 2, "vLLM replica b failed"), (OSError("bad request"), 1, "OSError: bad request")],
+    ("error", "asked", "kind", "said"),
+    [
+        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0@2"),
+        (OSError("bad request"), 1, RuntimeError, "vLLM replica a refused .* OSError: bad request"),
+    ],
 )
-def test_call_fails_once_no_replica_is_left_or_where_a_living_one_refuses_it(engine, error, asked, said):
+def test_call_fails_once_no_replica_is_left_or_a_living_one_refuses_it(engine, error, asked, kind, said):
     engine.answers = [error, error]
-    with pytest.raises(ReplicaError, match=said):
+    with pytest.raises(kind, match=said):
         generate(client_of("ab"), live())
-    assert len(engine.requests) == asked
+    assert len(engine.asked) == asked
 
 
-def test_validation_call_is_verls_own(engine):
-    engine.answers = [tokens(5, stop="aborted", marks=[(1, 3)])]
-    output = generate(client_of(), None, prompt=[1], top_p=1.0)
-    assert output.stop_reason == "aborted" and output.extra_fields == {"global_steps": 0}
-    assert engine.requests == [("r", [1], {"top_p": 1.0, "detokenize": False})]
-
-
-def test_validation_calls_of_one_loop_go_to_one_replica_and_those_of_many_to_all_alike(engine):
-    client, engine.answers = client_of("ab"), [tokens(5)] * 6
+def test_validation_calls_of_a_loop_are_verls_and_go_to_one_replica(engine):
+    client, engine.answers = client_of("ab"), [tokens(5, stop="aborted")] * 6
 
     async def loops():
         own = [SampleClient(client, None, SampleClock(f"validation row {row}")) for row in range(3)]
-        for each in (*own, *reversed(own)):
-            await each.generate("r", prompt_ids=[1], sampling_params={})
+        return [await each.generate("r", prompt_ids=[1], sampling_params={}) for each in (*own, *reversed(own))]
 
-    asyncio.run(loops())
+    assert [output.stop_reason for output in asyncio.run(loops())] == ["aborted"] * 6
+    assert engine.asked == [("r", [1], {"detokenize": False}, {})] * 6
     assert [call.replica for call in client.take_calls()] == [*"abaaba"]
 
 
-@pytest.mark.parametrize(
-    ("own", "noted"), [(7, "7"), (("a", 1), "('a', 1)"), (None, "None"), ("problem#3", "problem-3")]
-)
-def test_request_id_of_a_loops_own_may_be_anything_and_is_never_taken_for_a_training_samples(engine, own, noted):
-    engine.answers, client = [tokens(5)], client_of()
-    asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
-    assert [call.sample for call in client.take_calls()] == [noted]
+def test_request_id_of_a_loops_own_is_never_taken_for_a_training_samples(engine):
+    engine.answers, client = [tokens(5)] * 4, client_of()
+    for own in (7, ("a", 1), None, "problem#3"):
+        asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
+    assert [call.sample for call in client.take_calls()] == ["7", "('a', 1)", "None", "problem-3"]
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
@@ -344,7 +306,7 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     # Unknown weights share nothing with any.
     [([], "0/0@"), ([3, 4], "0/0@3"), ([-1, 4], "0/0@")],
 )
-async def test_request_names_its_group_and_the_weights_of_its_samples_first_token(versions, named):
+async def test_request_names_its_group_and_its_samples_first_weights(versions, named):
     sample = live()
     sample.start_turn(3).segments = known(*[([5], version, None) for version in versions])
     REQUEST.set(Request(Place(), sample))
@@ -352,11 +314,11 @@ async def test_request_names_its_group_and_the_weights_of_its_samples_first_toke
 
 
 @pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])
-def test_call_whose_connection_drops_is_made_again_and_its_replica_stays(engine, monkeypatch, sample):
+def test_call_whose_connection_drops_is_made_again(engine, monkeypatch, sample):
     monkeypatch.setattr(waits, "AGAIN_S", 0.001)
     client = client_of("ab")
     engine.answers = [ActorUnavailableError("connection reset", None), *[tokens(i) for i in range(20)]]
     assert generate(client, sample).token_ids == [0]
     for _ in range(19):
         generate(client, live())
-    assert len(engine.requests) == 21 and {call.replica for call in client.take_calls()[1:]} == {"a", "b"}
+    assert len(engine.asked) == 21 and {call.replica for call in client.take_calls()[1:]} == {"a", "b"}

@@ -12,13 +12,10 @@ from types import SimpleNamespace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from verl.tools.function_tool import FunctionTool
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
-from tests.unit.loop_life import Life, output_of, play
-from tests.unit.shared import tool_schema
+from tests.unit.loop_life import PROMPT, Life, ask, function, output_of, play
 
-PROMPT = [7, 8, 9]
 SEPARATOR = 1
 
 
@@ -91,9 +88,7 @@ class Loops:
         """``[(token, mask)]`` that ``step`` adds to the conversation ``before``."""
         if step.kind == "generate":
             prompt = PROMPT + [token for token, _ in before]
-            answer = await run.client.generate(
-                "r", prompt_ids=prompt, sampling_params={**run.params, "max_tokens": step.tokens}
-            )
+            answer = await ask(run.client, run.params, step.tokens, prompt)
             return [(token, 1) for token in answer.token_ids]
         if step.kind == "sequence":
             made = []
@@ -160,12 +155,9 @@ async def always(self, step, run, before):
 setattr(Loops, "raise", always)
 
 
-def tools():
-    async def pay(ms, at):
-        await asyncio.sleep(ms / 1000)
-        return "paid"
-
-    return [FunctionTool(name="pay", fn=pay, tool_schema=tool_schema("pay"), is_async=True)]
+async def pay(ms, at):
+    await asyncio.sleep(ms / 1000)
+    return "paid"
 
 
 def may_fail(loop):
@@ -208,13 +200,12 @@ async def story(life, drawn, folder):
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-def test_whatever_loops_do_each_sample_is_trained_on_what_the_engine_made_or_masked(drawn):
+def test_sample_of_any_loop_is_trained_on_the_engines_tokens_or_masked(drawn):
     rows = [{"number": i} for i in range(len(drawn["loops"]))]
 
     def life():
-        scheduling = drawn["scheduling"]
-        return Life(Loops(drawn), rows, slots=drawn["slots"], scheduling=scheduling, functions=tools(), tick=0.0005,
-                    release_after_s=0.004)  # fmt: skip
+        settings = {"slots": drawn["slots"], "scheduling": drawn["scheduling"], "functions": [function("pay", pay)]}
+        return Life(Loops(drawn), rows, tick=0.0005, release_after_s=0.004, **settings)
 
     with tempfile.TemporaryDirectory() as folder:
         play(life, lambda life: story(life, drawn, folder))

@@ -1,45 +1,460 @@
-"""Agent loops of one's own: whatever a loop does costs at most its sample, and what is trained is what the engine made."""
+"""Agent loops of one's own: whatever a loop does costs at most its sample, and what is trained is what the engine made.
+
+Tables of named loops; ``test_loop_fuzz`` plays random ones.
+"""
 
 import asyncio
+import contextlib
+import contextvars
+import copy
 import gc
+import math
+import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
+import anyio
+import numpy as np
 import pytest
-from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
+import torch
+from transformers import BatchEncoding
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
-from tests.unit.loop_life import Life, output_of, play
-from tests.unit.shared import tool_schema
+from tests.unit.loop_life import (
+    PROMPT,
+    Engine,
+    Life,
+    ask,
+    beside_plain,
+    config_of,
+    function,
+    output_of,
+    output_with,
+    plain,
+    play,
+    trained,
+)
+from tests.unit.shared import byte_tokenizer
+from tests.unit.test_tool_recipes import CHATML
 
-PROMPT = [7, 8, 9]
-
-
-async def plain(client, row, params, tokens=5):
-    answer = await client.generate("r", prompt_ids=PROMPT, sampling_params={**params, "max_tokens": tokens})
-    return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
-
-
-def beside_plain(loop, **settings):
-    """A life of two prompts; the first, which is short, ends a round in which ``loop`` is in the midst of the second."""
-
-    async def either(client, row, params):
-        return await (plain(client, row, params, 20) if row["plain"] else loop(client, row, params))
-
-    return lambda: Life(either, [{"plain": True}, {"plain": False}], **settings)
-
-
-def ask(client, params, tokens, prompt=PROMPT):
-    return client.generate("r", prompt_ids=prompt, sampling_params={**params, "max_tokens": tokens})
+# -- sound ---------------------------------------------------------------------------------------------------------------
 
 
-def trained(loop, *, update_s=0.0, **settings):
-    """The output of ``loop``, and its training, whose updates take ``update_s``."""
+async def ends_while_a_call_waits_for_the_trainer(client, row, params):
+    answer = await ask(client, params, 4)
+    await asyncio.wait([asyncio.ensure_future(ask(client, params, 60))], timeout=0.1)
+    return output_with(answer)
+
+
+async def anyio_groups(client, row, params):
+    answers = []
+
+    async def one(tokens):
+        answers.append(await ask(client, params, tokens))
+
+    with anyio.move_on_after(0.01):
+        await ask(client, params, 60)
+    async with anyio.create_task_group() as group:
+        group.start_soon(one, 30)
+        group.start_soon(one, 10)
+    return output_with(answers[1])
+
+
+async def generator_that_nobody_closes(client, row, params):
+    async def turns():
+        try:
+            while True:
+                yield await ask(client, params, 30)
+        finally:
+            await ask(client, params, 5)
+
+    async for answer in turns():
+        return output_with(answer)
+
+
+async def context_of_its_own(client, row, params):
+    context = contextvars.Context()
+    return output_with(await asyncio.create_task(ask(client, params, 30), context=context))
+
+
+async def prompt_that_shrinks(client, row, params):
+    await ask(client, params, 5)
+    return output_with(await ask(client, params, 30, PROMPT[:1]), PROMPT[:1])
+
+
+async def copied(client, row, params):
+    agents = [copy.deepcopy({"client": client, "said": []}), copy.copy(client)]
+    await ask(agents[1], params, 5)
+    return output_with(await ask(agents[0]["client"], params, 30))
+
+
+async def cancelled_by_itself(client, row, params):
+    asyncio.current_task().cancel()
+    try:
+        await ask(client, params, 60)
+    except asyncio.CancelledError:
+        asyncio.current_task().uncancel()
+    return output_with(await ask(client, params, 30))
+
+
+async def in_an_executor(client, row, params):
+    home = asyncio.get_running_loop()
+
+    def agent():
+        return asyncio.run_coroutine_threadsafe(ask(client, params, 40), home).result()
+
+    return output_with(await home.run_in_executor(None, agent))
+
+
+async def greedy_judge(client, row, params):
+    answer = await ask(client, params, 30)
+    judged = {**params, "temperature": 0.0, "top_k": 1}
+    await ask(client, judged, 1, PROMPT + answer.token_ids)
+    return output_with(answer)
+
+
+async def asks_for_no_log_probs(client, row, params):
+    return output_of(PROMPT, (await ask(client, {}, 30)).token_ids)
+
+
+SOUND = [
+    ends_while_a_call_waits_for_the_trainer, anyio_groups, generator_that_nobody_closes, context_of_its_own,
+    prompt_that_shrinks, copied, cancelled_by_itself, in_an_executor, greedy_judge, asks_for_no_log_probs,
+]  # fmt: skip
+COMPARED = config_of(correction="decoupled")
+
+
+@pytest.mark.parametrize("loop", SOUND)
+def test_sound_loop_trains(loop):
+    output, life = trained(loop, update_s=0.12, config=COMPARED)
+    assert not output.masked, output.extra_fields
+    assert output.response_mask.all() and life.figures()["failures/failed_total"] == 0
+    if loop is in_an_executor:
+        assert output.response_length == 40 and set(output.generated) == {0, 1}, "interrupted and resumed"
+
+
+KINDS = {
+    "array": np.array(PROMPT),
+    "tensor [1, L]": torch.tensor([PROMPT]),
+    "nested list": [PROMPT],
+    "dictionary": {"input_ids": np.array([PROMPT])},
+    "BatchEncoding": BatchEncoding({"input_ids": PROMPT, "attention_mask": [1, 1, 1]}),
+    "BatchEncoding [1, L]": BatchEncoding({"input_ids": torch.tensor([PROMPT])}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_may_be_of_any_kind_that_verls_server_takes(kind):
+    async def loop(client, row, params):
+        return output_with(await ask(client, params, 4, KINDS[kind]))
+
+    output, _ = trained(loop)
+    assert not output.masked, output.extra_fields
+
+
+# -- unsound -------------------------------------------------------------------------------------------------------------
+
+
+class Stops(BaseException):
+    """As pytest's or trio's own."""
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def in_child(error):
+    async def child(client, row, params):
+        async def tool():
+            await asyncio.sleep(0.001)
+            raise error
+
+        await asyncio.gather(ask(client, params, 20), tool())
+
+    return child
+
+
+def raises(error):
+    async def loop(client, row, params):
+        await ask(client, params, 4)
+        raise error
+
+    return loop
+
+
+async def exits_in_a_thread(client, row, params):
+    await asyncio.gather(asyncio.to_thread(sys.exit, 2), ask(client, params, 20))
+
+
+async def leaves_what_cannot_be_sent(client, row, params):
+    output = await plain(client, row, params)
+    output.extra_fields["lock"] = threading.Lock()
+    return output
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (in_child(KeyError("city")), "KeyError: 'city'"),
+        (in_child(SystemExit(2)), "SystemExit: 2"),
+        (in_child(asyncio.CancelledError()), "CancelledError"),
+        (in_child(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (in_child(Stops("a")), "Stops: a"),
+        (exits_in_a_thread, "SystemExit: 2"),
+        (raises(Stops("a")), "Stops: a"),
+        (raises(Mute()), "Mute"),
+        (raises(ValueError("\ud800")), "ValueError"),
+        (raises(ExceptionGroup("two", [KeyError("city"), ValueError("b")])), "city"),
+        (raises(StopAsyncIteration()), "StopAsyncIteration"),
+        (raises(GeneratorExit()), "GeneratorExit"),
+        (leaves_what_cannot_be_sent, "cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_exception_in_an_agent_loop_fails_only_its_sample_and_is_named(loop, said):
+    output, life = trained(loop)
+    assert output.masked and said in output.extra_fields["sample_error"]
+    assert life.figures()["failures/masked_total"] == 1
+
+
+OWN = [1] * 5 + [0]
+"""the mask of five tokens of the model's, and one that is not"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda ids: [output_of(PROMPT, ids)] * 2, "returned a list of 2 outputs: return the Agent"),
+        (lambda ids: None, "returned NoneType: return the AgentLoopOutput that is trained"),
+        (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
+        (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
+        (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, and the model knows those from 0 to 999"),
+        (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, and"),
+        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, and"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
+        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
+        (lambda ids: output_of(PROMPT, [*ids, 2], OWN), None),
+        (lambda ids: output_of(PROMPT, ids[:2]), None),
+        (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
+        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": None, "videos": []}), None),
+        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": ["a"]}), "has multi-modal data (images)"),
+        (lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}), "TypeError: int()"),
+        (lambda ids: output_of(PROMPT, []), None),
+    ],
+)
+def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said):
+    async def shaped(client, row, params):
+        return returned((await ask(client, params, 5)).token_ids)
+
+    output, _ = trained(shaped)
+    assert output.masked == (said is not None) and (said or "") in str(output.extra_fields.get("sample_error"))
+
+
+def asks_for(**sampling):
+    async def loop(client, row, params):
+        return output_with(await ask(client, {**params, **sampling}, 4))
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"top_p": 0.7}, "top_p=0.7"),
+        ({"top_k": 20}, "top_k=20"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+    ],
+)
+def test_token_of_another_distribution_is_not_compared_with_the_trainers(sampling, named):
+    output, _ = trained(asks_for(**sampling), config=COMPARED)
+    assert output.masked and named in output.extra_fields["sample_error"]
+    assert not trained(asks_for(**sampling))[0].masked
+
+
+class OddEngine(Engine):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    async def generate(self, *args, **request):
+        answer = await super().generate(*args, **request)
+        answer.log_probs[1:2] = [self.value]
+        return answer
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None])
+def test_log_prob_that_is_no_number_fails_its_sample_by_name(value):
+    output, _ = trained(plain, engine=OddEngine(value))
+    assert output.masked and "as the log-prob of token" in output.extra_fields["sample_error"]
+
+
+def test_loop_that_catches_its_cancellation_ends_by_its_timeout(monkeypatch):
+    monkeypatch.setattr("recipe.partial_rollout.worker.live_sample._END_S", 0.05)
+
+    async def deaf(client, row, params):
+        await ask(client, params, 4)
+        # The third is the end of the test.
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    output, _ = trained(deaf, sample_timeout_s=0.05)
+    assert output.masked and "sample_timeout_s" in output.extra_fields["sample_error"]
+
+
+def test_loop_that_keeps_the_client_of_another_trains_nothing_with_it():
+    kept = []
+
+    async def client_of_the_first(client, row, params):
+        kept.append(client)
+        return output_with(await ask(kept[0], params, 10))
+
+    outputs = play(lambda: Life(client_of_the_first, [{}] * 4))
+    assert [output.masked for output in outputs].count(False) == 1
+    said = [output.extra_fields["sample_error"] for output in outputs if output.masked]
+    assert all("no engine call made" in words or "has ended: its agent loop has returned" in words for words in said)
+
+
+TOKENIZER = byte_tokenizer(CHATML, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
+QUESTION = {"role": "user", "content": "1+2=_"}
+
+
+class WithSystemPrompt(AgentLoopBase):
+    """Adds to the row's prompt, as docs/own_job.md shows it."""
+
+    async def run(self, sampling_params, *, raw_prompt, **row):
+        system = {"role": "system", "content": "1+2*3" * row.get("repeats", 0)}
+        prompt = await self.ct_build_initial_tokens([system, *raw_prompt])
+        answer = await self.server_manager.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
+        return output_with(answer, prompt)
+
+
+@pytest.mark.parametrize("limit", [40, 2000])
+@pytest.mark.parametrize(
+    ("kind", "tools", "row"),
+    [
+        (SingleTurnAgentLoop, 0, {"raw_prompt": [QUESTION] * 3}),
+        (WithSystemPrompt, 0, {"raw_prompt": [QUESTION], "repeats": 12}),
+        (ToolAgentLoop, 3, {"raw_prompt": [QUESTION]}),
+    ],
+)
+def test_prompt_that_verl_would_cut_fails_its_sample_with_key_and_tokens(kind, tools, row, limit):
+    """The row alone fits: a loop adds a system prompt, or its template the tools."""
+    turns = {"max_user_turns": 1, "max_assistant_turns": 1, "max_parallel_calls": 1, "max_tool_response_length": 9}
+    multi_turn = SimpleNamespace(format="hermes", tool_response_truncate_side="left", **turns)
+    config = config_of(64, limit, multi_turn=multi_turn, full_determinism=False)
+
+    async def loop(client, _, params):
+        given = ToolListWrap([function(f"add{i}", sum) for i in range(tools)])
+        parts = DictConfigWrap(config), client, TOKENIZER, None, RLHFDataset, DictConfigWrap({})
+        return await kind(*parts, hf_model_type="qwen3", tools=given).run({**params, "max_tokens": 4}, **row)
+
+    (output,) = play(lambda: Life(loop, [{}], config=config))
+    said = output.extra_fields.get("sample_error", "")
+    assert output.masked == ("tokens (actor_rollout_ref.rollout.prompt_length=40)" in said) == (limit == 40)
+
+
+# -- slots, threads and places -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [2, 12])
+def test_resized_worker_makes_as_many_requests_as_it_has_slots_now(slots):
+    async def sixteen(client, row, params):
+        return output_with((await asyncio.gather(*[ask(client, params, 40) for _ in range(16)]))[0])
 
     async def story(life):
-        return (await life.train(update_s=update_s))[1], life
+        await life.stop_round()
+        assert life.engine.most == 6
+        await life.actor.resize_workers(slots)
+        life.engine.most = 0
+        await life.next_round()
+        await life.train()
+        return life.engine.most
 
-    return play(beside_plain(loop, **settings), story)
+    assert play(beside_plain(sixteen, slots=6), story) == slots
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [Scheduling(), Scheduling(SchedulingPolicy.SEED), Scheduling(overtake=0)],
+    ids=["bounded", "seed", "in order"],
+)
+@pytest.mark.parametrize(("slots", "sandboxes"), [(2, 1), (4, 5), (16, 1)])
+def test_sandboxes_held_for_whole_conversations_deadlock_under_no_policy(slots, sandboxes, scheduling):
+    free = None
+
+    async def sandboxed(client, row, params):
+        nonlocal free
+        free = free or asyncio.Semaphore(sandboxes)
+        async with free:
+            answer = await ask(client, params, 4)
+            await asyncio.sleep(0.03)
+            after = await ask(client, params, 4, [*PROMPT, *answer.token_ids, 1])
+        return output_of(PROMPT, [*answer.token_ids, 1, *after.token_ids], [1] * 4 + [0] + [1] * 4)
+
+    outputs = play(lambda: Life(sandboxed, [{}] * 12, batch=4, slots=slots, stall_s=2.0, scheduling=scheduling))
+    assert [(output.masked, output.response_length) for output in outputs] == [(False, 9)] * 12
+
+
+def test_validation_that_waits_for_carried_samples_ends_in_words():
+    places = asyncio.Semaphore(1)
+
+    async def sandboxed(client, row, params):
+        async with places:
+            return await plain(client, row, params, 60)
+
+    async def story(life):
+        await life.stop_round()
+        await life.validate({"plain": False})
+
+    with pytest.raises(TimeoutError, match=r"validation row 3 made no engine call for 0\.2 s .*sample_timeout_s"):
+        play(beside_plain(sandboxed, sample_timeout_s=0.2), story)
+
+
+def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
+    """However many: a thread cannot be ended from outside."""
+    release = threading.Event()
+
+    def look(city):
+        return "it rains" if city == "b" or release.wait(30) else "late"
+
+    async def travels(client, row, params):
+        hung = [asyncio.ensure_future(row["tools"]["look"].call({"city": "a"})) for _ in range(50)]
+        answer = await asyncio.wait_for(row["tools"]["look"].call({"city": "b"}), 5)
+        release.set()
+        assert {answer, *[await each for each in hung]} == {"it rains"}
+        return await plain(client, row, params)
+
+    try:
+        output, _ = trained(travels, functions=[function("look", look)])
+    finally:
+        release.set()
+    assert not output.masked, output.extra_fields
+
+
+def test_tools_that_a_thread_of_a_loop_calls_run_in_the_workers_loop():
+    homes = set()
+
+    async def look(city):
+        homes.add(asyncio.get_running_loop())
+        return f"it rains in {city}"
+
+    async def travels(client, row, params):
+        home = asyncio.get_running_loop()
+        calls = [home.run_in_executor(None, asyncio.run, row["tools"]["look"].call({"city": city})) for city in "ab"]
+        assert await asyncio.gather(*calls) == ["it rains in a", "it rains in b"] and homes == {home}
+        return await plain(client, row, params)
+
+    output, _ = trained(travels, functions=[function("look", look)])
+    assert not output.masked, output.extra_fields
 
 
 def test_client_of_a_sample_that_has_ended_is_freed_at_once():
@@ -62,339 +477,7 @@ def test_client_of_a_sample_that_has_ended_is_freed_at_once():
         gc.enable()
 
 
-# -- several calls at once -----------------------------------------------------------------------------------------------
-
-
-def test_calls_of_a_sample_are_no_more_requests_than_there_are_slots():
-    async def eight(client, row, params):
-        answers = await asyncio.gather(*[ask(client, params, 5) for _ in range(8)])
-        return output_of(PROMPT, answers[5].token_ids)
-
-    output, life = trained(eight, slots=3)
-    assert output.response_length == 5 and life.engine.most == 3
-
-
-@pytest.mark.parametrize("slots", [2, 12])
-@pytest.mark.parametrize("when", ["before the first round", "between two", "in a round"])
-def test_worker_whose_slots_are_resized_makes_no_more_requests_than_it_has_slots_now(slots, when):
-    async def loop(client, row, params):
-        calls, tokens = (16, 40) if row["asks"] else (1, 5)
-        answers = await asyncio.gather(*[ask(client, params, tokens) for _ in range(calls)])
-        return output_of(PROMPT, answers[0].token_ids)
-
-    async def story(life):
-        if when == "between two":
-            await life.stop_round()
-        elif when == "in a round":
-            while not life.actor._manager.samples.running.total():
-                await asyncio.sleep(0.001)
-        await life.actor.resize_workers(slots)
-        if when == "between two":
-            await life.next_round()
-        while not life.outputs.get("0/1"):
-            await life.stop_round()
-            life.engine.most = 0
-            await life.next_round()
-        await life.train()
-        return life.engine.most
-
-    def life():
-        made = Life(loop, [{"asks": False}, {"asks": False}, {"asks": True}, {"asks": True}], slots=6)
-        if when == "before the first round":
-            serve = made.serve
-
-            async def serve_resized():
-                await serve()
-                await made.actor.resize_workers(slots)
-
-            made.serve = serve_resized
-        return made
-
-    assert play(life, story) == slots
-
-
-async def limited(client, row, params):
-    """Gives a call a time limit, and asks again."""
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(ask(client, params, 60), 0.01)
-    answer = await ask(client, params, 6)
-    return output_of(PROMPT, answer.token_ids)
-
-
-async def hedge(client, row, params):
-    """Ends while another call runs."""
-    call = asyncio.ensure_future(ask(client, params, 60))
-    answer = await ask(client, params, 4)
-    assert not call.done()
-    return output_of(PROMPT, answer.token_ids)
-
-
-async def answers_interrupted(client, row, params):
-    """Ends with what it has while its call waits for the trainer."""
-    answer = await ask(client, params, 4)
-    await asyncio.wait([asyncio.ensure_future(ask(client, params, 60))], timeout=0.1)
-    return output_of(PROMPT, answer.token_ids)
-
-
-@pytest.mark.parametrize("loop", [limited, hedge, answers_interrupted])
-def test_call_that_its_loop_gives_up_runs_on_unheard_and_is_not_trained(loop):
-    output, life = trained(loop, update_s=0.12)
-    assert not output.masked and output.response_length in (4, 6) and life.figures()["failures/failed_total"] == 0
-    assert life.engine.decoded > output.response_length + 20, "it decoded on, beside the other prompt's 20 tokens"
-
-
-def test_what_a_loop_has_left_behind_may_ask_for_nothing_more():
-    said, ended = [], asyncio.Event()
-
-    async def leaves(client, row, params):
-        async def later():
-            await ended.wait()
-            try:
-                await ask(client, params, 4)
-            except Exception as error:
-                said.append(str(error))
-
-        leaves.task = asyncio.ensure_future(later())
-        return output_of(PROMPT, (await ask(client, params, 1)).token_ids)
-
-    async def reward(output, row):
-        ended.set()
-        await asyncio.sleep(0)
-        output.reward_score = 1.0
-
-    output, _ = trained(leaves, score=reward)
-    assert not output.masked and said == [
-        "sample 0/1#0 has ended: its agent loop has returned, and may ask for nothing more"
-    ]
-
-
-# -- places of the user's own --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "scheduling",
-    [Scheduling(), Scheduling(SchedulingPolicy.SEED), Scheduling(overtake=0)],
-    ids=["bounded", "seed", "in order"],
-)
-@pytest.mark.parametrize(("slots", "sandboxes"), [(2, 1), (4, 2), (4, 5), (16, 1)])
-def test_sandboxes_that_loops_hold_for_their_whole_conversation_deadlock_under_no_policy(slots, sandboxes, scheduling):
-    free = None
-
-    async def sandboxed(client, row, params):
-        nonlocal free
-        free = free or asyncio.Semaphore(sandboxes)
-        async with free:
-            answer = await ask(client, params, 4)
-            await asyncio.sleep(0.03)
-            prompt = [*PROMPT, *answer.token_ids, 1]
-            after = await ask(client, params, 4, prompt)
-        return output_of(PROMPT, [*answer.token_ids, 1, *after.token_ids], [1] * 4 + [0] + [1] * 4)
-
-    def life():
-        return Life(sandboxed, [{}] * 12, batch=4, slots=slots, stall_s=2.0, scheduling=scheduling)
-
-    outputs = play(life, lambda life: life.train())
-    assert [(output.masked, output.response_length) for output in outputs] == [(False, 9)] * 12
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["places of its own", "the same places"])
-def test_validation_that_waits_for_what_carried_samples_hold_ends_in_words_and_may_have_places_of_its_own(own):
-    places = {}
-
-    async def sandboxed(client, row, params):
-        which = client.sample_id is None and own
-        async with places.setdefault(which, asyncio.Semaphore(1)):
-            answer = await ask(client, params, row["tokens"])
-        return output_of(PROMPT, answer.token_ids)
-
-    async def either(client, row, params):
-        return await (plain(client, row, params, 20) if row["plain"] else sandboxed(client, row, params))
-
-    async def story(life):
-        await life.stop_round()
-        return await life.validate({"plain": False, "tokens": 4})
-
-    def life():
-        return Life(either, [{"plain": True}, {"plain": False, "tokens": 60}], sample_timeout_s=0.2)
-
-    if own:
-        assert len(play(life, story).response_ids) == 4
-        return
-    said = (
-        r"validation row 3 made no engine call for 0\.2 s \(partial_rollout\.failures\.sample_timeout_s\); it awaits .*"
-        r"test_loops\.py:\d+; 1 training samples that began are carried meanwhile"
-    )
-    with pytest.raises(TimeoutError, match=said):
-        play(life, story)
-
-
-# -- outputs -------------------------------------------------------------------------------------------------------------
-
-OWN = [1] * 5 + [0]
-"""the mask of five tokens of the model's, and one that is not"""
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        (
-            lambda ids: [output_of(PROMPT, ids), output_of(PROMPT, ids)],
-            "returned a list of 2 outputs: return the Agent",
-        ),
-        (lambda ids: None, "returned NoneType: return the AgentLoopOutput that is trained"),
-        (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
-        (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
-        (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, and the model knows those from 0 to 999"),
-        (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, and"),
-        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, and"),
-        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
-        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
-        (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
-        (lambda ids: output_of(PROMPT, [*ids, 2], OWN), None),
-        (lambda ids: output_of(PROMPT, ids, [0, 0, 1, 1, 1]), None),
-        (lambda ids: output_of(PROMPT, ids[:2]), None),
-        (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
-        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": None, "videos": []}), None),
-        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": ["a"]}), "has multi-modal data (images)"),
-        (lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}), "TypeError: int()"),
-        (lambda ids: output_of(PROMPT, []), None),
-    ],
-)
-def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said):
-    async def shaped(client, row, params):
-        return returned((await ask(client, params, 5)).token_ids)
-
-    output, _ = trained(shaped)
-    assert output.masked == (said is not None) and (said or "") in str(output.extra_fields.get("sample_error"))
-
-
-# -- threads -------------------------------------------------------------------------------------------------------------
-
-
-def run_loop_in_thread(client, params):
-    return asyncio.run(ask(client, params, 40))
-
-
-def ask_the_workers_loop(client, params, home):
-    return asyncio.run_coroutine_threadsafe(ask(client, params, 40), home).result()
-
-
-@pytest.mark.parametrize("own_loop", [True, False], ids=["asyncio.run", "run_coroutine_threadsafe"])
-@pytest.mark.parametrize("to_thread", [True, False], ids=["to_thread", "run_in_executor"])
-def test_synchronous_agent_in_a_thread_is_interrupted_and_resumed_as_any_other(own_loop, to_thread):
-    async def threaded(client, row, params):
-        home = asyncio.get_running_loop()
-        work = (run_loop_in_thread, client, params) if own_loop else (ask_the_workers_loop, client, params, home)
-        answer = await (asyncio.to_thread(*work) if to_thread else home.run_in_executor(None, *work))
-        return output_of(PROMPT, answer.token_ids, response_logprobs=answer.log_probs)
-
-    output, life = trained(threaded)
-    assert output.response_length == 40 and set(output.generated) == {0, 1}
-    assert life.figures()["failures/failed_total"] == 0
-
-
-def test_thread_whose_loop_has_given_up_is_told_so():
-    said, over = [], threading.Event()
-
-    async def gives_up(client, row, params):
-        def agent():
-            try:
-                asyncio.run(ask(client, params, 60))
-            except BaseException as error:
-                said.append(type(error).__name__)
-            over.set()
-
-        thread = asyncio.get_running_loop().run_in_executor(None, agent)
-        await asyncio.wait([asyncio.ensure_future(thread)], timeout=0.005)
-        raise ValueError("the agent takes too long")
-
-    output, _ = trained(gives_up)
-    assert output.masked and over.wait(5) and set(said) == {"CancelledError"}
-
-
-def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
-    """However many: a thread cannot be ended from outside."""
-    release = threading.Event()
-
-    def look(city):
-        return "it rains" if city == "b" or release.wait(30) else "late"
-
-    async def travels(client, row, params):
-        hung = [asyncio.ensure_future(row["tools"]["look"].call({"city": "a"})) for _ in range(50)]
-        answer = await asyncio.wait_for(row["tools"]["look"].call({"city": "b"}), 5)
-        release.set()
-        assert {answer, *[await each for each in hung]} == {"it rains"}
-        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
-
-    try:
-        output, _ = trained(travels, functions=[function("look", look)])
-    finally:
-        release.set()
-    assert not output.masked, output.extra_fields
-
-
 # -- lives of a sample -------------------------------------------------------------------------------------------------
-
-
-class Dies(Exception):
-    """Ends a life of the sample; it is tried again."""
-
-
-def function(name, call):
-    is_async = asyncio.iscoroutinefunction(call)
-    return FunctionTool(name=name, fn=call, tool_schema=tool_schema(name), is_async=is_async)
-
-
-def test_two_tools_of_one_sandbox_see_each_others_files():
-    """Whatever attributes they have: nothing but their life cycle is called."""
-    files = []
-
-    def empty(conversation, handle):
-        files[:] = handle or []
-
-    def shared(name, does):
-        does.snapshot, does.restore = lambda conversation: list(files), empty
-        return function(name, does)
-
-    async def write(path):
-        files.append(path)
-        return "written"
-
-    async def ls():
-        return str(files)
-
-    said = []
-
-    async def works(client, row, params):
-        for name, arguments in (("write", {"path": "a.py"}), ("ls", {})):
-            response, *_ = normalize_function_tool_return(await row["tools"][name].call(arguments))
-            said.append(response.text)
-        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
-
-    output, _ = trained(works, functions=[shared("write", write), shared("ls", ls)])
-    assert not output.masked and said == ["written", "['a.py']"]
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_parallel_tools_of_a_loop_or_of_its_threads_are_called_in_the_workers_loop(threaded):
-    homes = set()
-
-    async def look(city):
-        homes.add(asyncio.get_running_loop())
-        return f"it rains in {city}"
-
-    async def travels(client, row, params):
-        home = asyncio.get_running_loop()
-
-        def call(city):
-            look = row["tools"]["look"].call({"city": city})
-            return home.run_in_executor(None, asyncio.run, look) if threaded else look
-
-        assert await asyncio.gather(*map(call, "ab")) == ["it rains in a", "it rains in b"] and homes == {home}
-        return output_of(PROMPT, (await ask(client, params, 5)).token_ids)
-
-    output, _ = trained(travels, functions=[function("look", look)])
-    assert not output.masked, output.extra_fields
 
 
 def lives_of(turns, how):
@@ -417,7 +500,7 @@ def lives_of(turns, how):
         if not ended:
             ended.append(made)
             if how == "fails":
-                raise Dies
+                raise LookupError("it is tried again")
             await asyncio.Event().wait()
         return output_of(PROMPT, made, mask)
 
@@ -430,24 +513,20 @@ def lives_of(turns, how):
         return (await life.train())[1], life
 
     output, life = play(beside_plain(converses, functions=[function("look", look)], tick=0.01), story)
-    return output, life, called, ended[0]
+    return output, life.figures()["failures/lost_tokens_total"], called, ended[0]
 
 
 @pytest.mark.parametrize("how", ["fails", "worker dies"])
-def test_single_turn_sample_goes_on_from_its_tokens_and_calls_its_tool_anew(how):
-    output, life, called, before = lives_of(1, how)
+def test_single_turn_sample_goes_on_and_a_conversation_begins_anew(how):
+    output, lost, called, before = lives_of(1, how)
     assert output.response_ids.tolist() == before and called == [0, 0]
-    assert output.metrics["untrained_tokens"] == life.figures()["failures/lost_tokens_total"] == 0
-
-
-@pytest.mark.parametrize("how", ["fails", "worker dies"])
-def test_conversation_begins_anew_and_its_tokens_are_counted_as_lost(how):
-    output, life, called, before = lives_of(3, how)
+    assert output.metrics["untrained_tokens"] == lost == 0
+    output, lost, called, before = lives_of(3, how)
     assert not output.masked and output.response_ids.tolist() != before and called == [0, 1, 2] * 2
-    assert (life.figures()["failures/lost_tokens_total"], output.metrics["untrained_tokens"]) == (15, 0)
+    assert (lost, output.metrics["untrained_tokens"]) == (15, 0)
 
 
-def test_conversation_of_a_run_that_is_resumed_three_times_trains_within_the_bound(tmp_path):
+def test_conversation_of_a_run_resumed_three_times_trains_within_the_bound(tmp_path):
     """A checkpoint has its group's birth and none of its tokens; the round waits for a group at its bound."""
     begun = []
 

@@ -5,13 +5,11 @@ import contextlib
 import itertools
 import os
 import threading
-import traceback
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-import ray
 import torch
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
@@ -20,31 +18,52 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 from verl.protocol import DataProto
 
+from recipe.partial_rollout.waits import InfraError
+from recipe.partial_rollout.worker import rewards
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
-from recipe.partial_rollout.worker.rewards import (
-    RewardError,
-    RewardWorkers,
-    RewardWorkersLostError,
-    checked,
-    paces_rewards,
-    reward_of,
-    reward_places,
+from recipe.partial_rollout.worker.rewards import RewardError, checked, reward_of, reward_places
+from tests.unit.conftest import build_config
+
+CONFIG = (
+    "partial_rollout.reward_in_worker=False",
+    "partial_rollout.reward_concurrency=64",
+    "partial_rollout.deadlines.reward_s=0.05",
+    "partial_rollout.failures.sample_retries=null",
+    "reward.custom_reward_function.path=my_reward.py",
 )
-from tests.unit.shared import hangs, live_sample
 
 
-def build_worker(places=None, reward_s=0.05):
-    made = object.__new__(ObservedAgentLoopWorker)
-    made.config = SimpleNamespace(partial_rollout=SimpleNamespace(deadlines=SimpleNamespace(reward_s=reward_s)))
-    made._rewards = contextlib.nullcontext() if places is None else asyncio.Semaphore(places)
-    return made
+def worker_of(monkeypatch, *overrides, handles=None):
+    """The agent-loop worker, without verl's own set-up."""
+
+    def init(self, config):
+        self.config, self.reward_loop_worker_handles = config, handles
+        self.rollout_config = SimpleNamespace(prompt_length=9, response_length=9)
+
+    monkeypatch.setattr(AgentLoopWorker, "__init__", init)
+    return ObservedAgentLoopWorker(build_config("quickstart_cpu", *CONFIG, *overrides))
 
 
-async def test_reward_function_that_hangs_is_named(monkeypatch):
-    monkeypatch.setattr(AgentLoopWorker, "_compute_score", hangs)
+def score_of(worker, uid="0/7"):
+    output = SimpleNamespace(prompt_ids=[1], response_ids=[1], reward_score=None, extra_fields={})
+    return worker._score(output, {"uid": uid})
+
+
+@pytest.mark.parametrize("manager", ["naive", "rate_limited"])
+async def test_reward_that_hangs_is_named_unless_verls_manager_has_its_deadline(monkeypatch, manager):
+    """The rate_limited manager queues calls itself."""
+    scored = []
+
+    async def slow(self, outputs, kwargs):
+        await asyncio.sleep(0.2)
+        scored.append(kwargs["uid"])
+
+    monkeypatch.setattr(AgentLoopWorker, "_compute_score", slow)
     message = r"no score for prompt 0/7 within 0\.05 s \(partial_rollout\.deadlines\.reward_s\)"
-    with pytest.raises(RewardError, match=message):
-        await build_worker()._compute_score([], {"uid": "0/7"})
+    late = pytest.raises(RewardError, match=message) if manager == "naive" else contextlib.nullcontext()
+    with late:
+        await score_of(worker_of(monkeypatch, f"reward.reward_manager.name={manager}"))
+    assert scored == ["0/7"] * (manager == "rate_limited")
 
 
 async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypatch):
@@ -59,14 +78,9 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
         running -= 1
 
     monkeypatch.setattr(AgentLoopWorker, "_compute_score", counts)
-    scoring = build_worker(places=2, reward_s=1.5)
-
-    async def score(i):
-        sample = live_sample(id=f"0/{i}#0", deadline_s=1.5)
-        with sample.clock.stopped():
-            await scoring._compute_score([], {"uid": sample.id})
-
-    await asyncio.gather(*[score(i) for i in range(12)])
+    deadline = "partial_rollout.deadlines.reward_s=1.5"
+    worker = worker_of(monkeypatch, "partial_rollout.reward_concurrency=2", deadline)
+    await asyncio.gather(*[score_of(worker, str(i)) for i in range(12)])
     assert most == 2
 
 
@@ -120,7 +134,7 @@ async def late(**_):
         (late, r"gave no score for prompt 0/7 in time \(reward\.timeout\)"),
     ],
 )
-async def test_error_that_verls_limiting_manager_turns_into_a_score_of_zero_is_a_failed_reward(judge, said):
+async def test_error_that_verls_manager_scores_zero_is_a_failed_reward(judge, said):
     found = await manager_of("rate_limited", judge, timeout=0.05).run_single(one_row())
     assert found["reward_score"] == 0.0
     with pytest.raises(RewardError, match=f"reward function {said}"):
@@ -134,22 +148,6 @@ async def test_score_beside_words_of_an_error_is_a_score(name):
         found = await manager_of(name, lambda said=said, **_: {"score": 0.0, **said}).run_single(one_row())
         assert checked(found["reward_score"], "0/7", found["reward_extra_info"]) == 0.0
     assert checked(0.0, "0/7", {"acc": 0.0, "timeout": False}) == 0.0
-
-
-async def test_reward_call_that_queues_in_verls_limiting_manager_has_the_managers_deadline(monkeypatch):
-    for name, paces in (("rate_limited", True), ("naive", False)):
-        assert paces_rewards(OmegaConf.create({"reward": {"reward_manager": {"name": name}}})) is paces
-    scored = []
-
-    async def compute_score(self, outputs, kwargs):
-        await asyncio.sleep(0.2)
-        scored.append(kwargs["uid"])
-
-    monkeypatch.setattr(AgentLoopWorker, "_compute_score", compute_score)
-    scoring = build_worker(reward_s=0.05)
-    scoring._paces = True
-    await scoring._compute_score([], {"uid": "0/7"})
-    assert scored == ["0/7"]
 
 
 @pytest.mark.parametrize(
@@ -166,23 +164,21 @@ async def test_reward_call_that_queues_in_verls_limiting_manager_has_the_manager
 def test_reward_calls_at_once_fit_the_cores(monkeypatch, given, service, workers, nodes, places):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(count)}} for count in nodes])
-    config = {
-        "partial_rollout": {"reward_concurrency": given},
-        "reward": {"reward_model": {"enable": service}, "sandbox_fusion": {"url": None}},
-        "actor_rollout_ref": {"rollout": {"agent": {"num_workers": workers}}},
-    }
-    assert reward_places(OmegaConf.create(config)) == places
+    config = build_config(
+        "quickstart_cpu",
+        f"partial_rollout.reward_concurrency={'null' if given is None else given}",
+        f"reward.reward_model.enable={service}",
+        f"actor_rollout_ref.rollout.agent.num_workers={workers}",
+    )
+    assert reward_places(config) == places
 
 
-CONFIG = OmegaConf.create(
-    {
-        "partial_rollout": {"failures": {"worker_restarts": 3}},
-        "reward": {"custom_reward_function": {"path": "my_reward.py"}},
-    }
-)
+# -- reward workers: ``tests/integration/test_reward_workers.py`` has Ray's own, that die and that hang ------------------
+
+DIED, AWAY = ActorDiedError(), ActorUnavailableError("no route", b"1" * 16)
 
 
-def worker(*errors, away=()):
+def reward_worker(*errors, away=()):
     """Actor handle of a reward worker, whose first calls raise ``errors``; it is ``away`` as often before it answers."""
     answers = itertools.chain(errors, ({"reward_score": 1.0} for _ in itertools.count()))
     ready = itertools.chain(away, itertools.repeat(True))
@@ -192,80 +188,42 @@ def worker(*errors, away=()):
     )
 
 
-def calls(worker):
-    return worker.compute_score.remote.await_count
+def workers_of(monkeypatch, *handles):
+    """What verl calls in place of ``handles``."""
+    monkeypatch.setattr(rewards, "AGAIN_S", 0.001)
+    (workers,) = worker_of(monkeypatch, handles=list(handles)).reward_loop_worker_handles
+    return workers
 
 
-async def score(workers, count):
+async def score(workers, count=1):
     for _ in range(count):
         assert await workers.compute_score.remote("data") == {"reward_score": 1.0}
 
 
-async def test_dead_reward_workers_calls_go_to_the_living_ones_and_it_is_not_asked_again(monkeypatch):
-    def init(self, config, handles):
-        self.config, self.reward_loop_worker_handles = config, handles
+def calls(worker):
+    return worker.compute_score.remote.await_count
 
-    monkeypatch.setattr(AgentLoopWorker, "__init__", init)
-    settings = {"reward_in_worker": False, "reward_concurrency": 1, "failures": {"worker_restarts": 3}}
-    config = OmegaConf.merge(CONFIG, {"partial_rollout": settings, "algorithm": {"adv_estimator": "grpo"}})
-    dead, living = worker(*[ActorDiedError()] * 9), worker()
-    (workers,) = ObservedAgentLoopWorker(config, [dead, living]).reward_loop_worker_handles
+
+async def test_reward_calls_go_to_the_workers_that_live_until_there_is_none(monkeypatch):
+    dead, living = reward_worker(away=[DIED] * 9), reward_worker()
+    workers = workers_of(monkeypatch, dead, living)
     await score(workers, 50)
-    assert (calls(dead), calls(living)) == (1, 50)
-    living.compute_score.remote.side_effect = ActorDiedError()
-    with pytest.raises(
-        RewardWorkersLostError, match=r"\(reward\.num_workers\): my_reward\.py .*worker_restarts=3 times"
-    ):
-        await score(workers, 1)
+    assert (calls(dead), calls(living)) == (0, 50) and dead.__ray_ready__.remote.await_count == 1
+    living.__ray_ready__.remote.side_effect = DIED
+    with pytest.raises(InfraError, match=r"\(reward\.num_workers\): my_reward\.py .*worker_restarts=3 times"):
+        await score(workers)
 
 
-async def test_reward_file_that_does_not_load_is_named_in_each_sample_that_it_fails():
-    trace = 'Traceback (most recent call last):\n  File "my_reward.py", line 3\nAttributeError: no compute_score'
-    dead = ActorDiedError(RayTaskError("RewardLoopWorker.__init__", trace, AttributeError(), "ray::x", 1, "::1"))
-    workers = RewardWorkers([worker(*[dead] * 9), worker(*[dead] * 9)], CONFIG)
-    for _ in range(3):
-        with pytest.raises(RewardWorkersLostError, match="AttributeError: no compute_score") as lost:
-            await score(workers, 1)
-        assert 'my_reward.py", line 3' in "".join(traceback.format_exception(lost.value))
+async def test_call_whose_reward_worker_dies_is_made_once_more(monkeypatch):
+    once, twice = reward_worker(AWAY, away=[AWAY] * 3), reward_worker(AWAY, AWAY)
+    await score(workers_of(monkeypatch, once))
+    with pytest.raises(RuntimeError, match="two reward workers died in turn during one call"):
+        await score(workers_of(monkeypatch, twice))
+    assert calls(once) == calls(twice) == 2
 
 
-async def test_reward_worker_that_ray_cannot_reach_is_asked_again_later():
-    lost = ActorUnavailableError("no route", b"1" * 16)
-    away = worker(lost, away=[lost] * 3)
-    await score(RewardWorkers([away], CONFIG), 1)
-    assert calls(away) == 2
-
-
-async def test_reward_functions_own_error_about_an_actor_is_not_taken_for_its_workers_death():
-    error = RayTaskError("compute_score", "traceback", ActorDiedError()).as_instanceof_cause()
-    failing = [worker(error), worker(error)]
+async def test_error_about_an_actor_of_the_functions_is_no_death_of_its_worker(monkeypatch):
+    failing = reward_worker(RayTaskError("compute_score", "traceback", ActorDiedError()).as_instanceof_cause())
     with pytest.raises(RayTaskError):
-        await score(RewardWorkers(failing, CONFIG), 1)
-    assert sum(map(calls, failing)) == 1
-
-
-@pytest.mark.parametrize(
-    ("runs_in_threads", "ended"),
-    [(True, True), (False, False), (None, True), (ActorDiedError(), False)],
-    ids=["a thread that goes on", "a coroutine that has ended", "no answer", "dead"],
-)
-async def test_reward_worker_of_a_call_that_is_given_up_starts_anew_if_the_function_may_hold_it(
-    monkeypatch, runs_in_threads, ended
-):
-    """Without the cancellation Ray lets the call go on there, and another call has its place here."""
-    cancelled, killed, call = [], [], asyncio.Future()
-    answers = {"side_effect": hangs} if runs_in_threads is None else {"side_effect": [runs_in_threads]}
-    hung = SimpleNamespace(
-        compute_score=SimpleNamespace(remote=lambda data: call),
-        __ray_call__=SimpleNamespace(remote=AsyncMock(**answers)),
-    )
-    monkeypatch.setattr(ray, "cancel", cancelled.append)
-    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
-    monkeypatch.setattr("recipe.partial_rollout.worker.rewards._ANSWERS_WITHIN_S", 0.05)
-    asking = asyncio.create_task(RewardWorkers([hung], CONFIG).remote("data"))
-    await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.wait([asking])
-    assert asking.cancelled() and len(cancelled) == 1 and cancelled[0] is call
-    await asyncio.sleep(0.2)
-    assert killed == [(hung, False)] * ended
+        await score(workers_of(monkeypatch, failing))
+    assert calls(failing) == 1

@@ -6,19 +6,15 @@
 import asyncio
 import contextlib
 import threading
-import time
 
 import pytest
 
-from recipe.partial_rollout.config.settings import FailureLimits
 from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
-from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker import claim_loop
-from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
-from recipe.partial_rollout.worker.rewards import RewardError
-from tests.unit.loop_life import Life, config_of, living, output_of
+from recipe.partial_rollout.worker.live_sample import SampleClock
+from tests.unit.loop_life import Life, ask, config_of, function, living, output_of
 from tests.unit.shared import hangs, lets_a_cancellation_out, state_of, tokens_in
-from tests.unit.test_loops import ask, function
 
 
 async def says(client, row, params):
@@ -37,19 +33,18 @@ def batch_of(one):
     return asyncio.wait_for(one.actor.wait_batch(True), 20)
 
 
-def states(one):
-    return [sample.state for sample in one.actor._manager.samples.unfinished.values()]
-
-
 async def until(condition):
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.002)
 
 
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("failures", "masked"), [(1, False), (3, True)])
-async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_as_retries(failures, masked):
-    left, runs = [RewardError("no disk")] * failures, []
+async def test_failing_reward_is_asked_again_without_the_loop(failures, masked):
+    left, runs = [OSError("no disk")] * failures, []
 
     async def loop(*given):
         runs.append(1)
@@ -67,7 +62,66 @@ async def test_reward_that_fails_is_asked_for_again_without_the_loop_and_counts_
         assert (figures["failures/failed_total"], figures["failures/retried_total"]) == (failures, failures - masked)
 
 
-async def test_interrupted_sample_goes_on_though_it_waits_and_decodes_for_longer_than_its_timeout():
+def failing(how, times=1):
+    """A loop that fails ``times`` times in sample 0/0#0 before its first engine call, by awaiting ``how()``."""
+    left = [how] * times
+
+    async def loop(client, row, params):
+        if client.sample_id == "0/0#0" and left:
+            await left.pop()()
+        return await says(client, row, params)
+
+    return loop
+
+
+async def refused(kind=RuntimeError):
+    """The replica's answer to a request."""
+    raise kind("vLLM replica r0 refused request 0/0#0@1: ValueError: no such token")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (refused, "no such token"),
+        (lets_a_cancellation_out, "CancelledError"),
+        (hangs, "TimeoutError: the agent loop of sample 0/0#0 made no engine call for 0.3 s"),
+    ],
+)
+async def test_sample_that_fails_is_run_again_and_masked_if_it_always_fails(how, said):
+    async with training([[5, 5]], failing(how), sample_timeout_s=0.3) as one:
+        assert [output.response_length for output in await one.stop_round()] == [5, 5]
+        figures = one.figures()
+        assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
+    async with training([[5, 5]], failing(how, times=99), sample_timeout_s=0.3) as one:
+        outputs = await one.stop_round()
+        assert [output.masked for output in outputs] == [True, False] and one.figures()["failures/masked_total"] == 1
+        assert said in outputs[0].extra_fields["sample_error"]
+
+
+async def test_last_replica_that_dies_ends_the_run():
+    async with training([[5, 5]], failing(lambda: refused(InfraError))) as one:
+        with pytest.raises(RolloutFailedError, match=r"^InfraError: vLLM replica r0"):
+            await batch_of(one)
+
+
+@pytest.mark.parametrize("save_freq", [1, -1])
+async def test_output_that_no_checkpoint_can_hold_fails_its_sample(save_freq):
+    async def score(output, row):
+        output.reward_score = 1.0
+        if len(output.response_ids) == 6:
+            output.extra_fields["reward_extra_info"] = {"verdict": object()}
+
+    async with training([[5, 6]], score=score, save_freq=save_freq) as one:
+        first, second = await one.stop_round()
+        assert (first.masked, second.masked) == (False, save_freq > 0)
+        said = "0/0#1.reward_extra_info.verdict: builtins.object cannot be saved"
+        assert save_freq < 0 or said in second.extra_fields["sample_error"]
+
+
+# -- clocks --------------------------------------------------------------------------------------------------------------
+
+
+async def test_interrupted_sample_may_wait_and_decode_longer_than_its_timeout():
     async with training([[5], [240]], sample_timeout_s=0.3) as one:
         await one.stop_round()
         await asyncio.sleep(0.4)
@@ -78,7 +132,7 @@ async def test_interrupted_sample_goes_on_though_it_waits_and_decodes_for_longer
         assert one.figures()["failures/failed_total"] == 0
 
 
-async def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_then_starts_anew():
+async def test_clock_stands_until_the_last_of_overlapping_waits_and_starts_anew():
     # On a busy machine the short sleep takes longer.
     clock = SampleClock("sample 0/0#0", 0.5)
 
@@ -95,52 +149,6 @@ async def test_clock_is_stopped_until_the_last_of_overlapping_waits_ends_and_the
     assert await asyncio.wait_for(clock.run(loop()), 10) == "done"
 
 
-async def test_timeout_of_the_loops_own_stays_what_it_is_and_an_error_after_the_end_is_nobodys():
-    async def loop():
-        raise TimeoutError("the sandbox is gone")
-
-    clock = SampleClock("sample 0/0#0", 60.0)
-    with pytest.raises(TimeoutError, match="the sandbox is gone") as caught:
-        await clock.run(loop())
-    assert type(caught.value) is TimeoutError
-    clock.end(ValueError("late"))
-
-
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [(True, "as held by w1, which has no conversation"), (False, "as new to w1, which still has its conversation")],
-)
-async def test_worker_and_manager_that_disagree_on_a_conversation_end_the_run(held, message):
-    async with training([[5], [60]]) as one:
-        known = "0/9#0" if held else "0/1#0"
-        await asyncio.sleep(0.05)
-        with pytest.raises(RuntimeError, match=message):
-            one.worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
-
-
-async def test_tokens_of_calls_beside_each_other_are_known_as_each_is_interrupted(segment):
-    first, second = asyncio.Event(), asyncio.Event()
-
-    async def twice(client, row, params):
-        sample = client._sample
-
-        async def call(turn, interrupted):
-            async with sample.keeper.engine_call(sample):
-                await interrupted.wait()
-                sample.add(turn, segment(3))
-                sample.keeper.release_slot(sample)
-
-        await asyncio.gather(*[call(sample.start_turn(1), moment) for moment in (first, second)])
-        await hangs()
-
-    async with training([[5]], twice) as one:
-        (sample,) = one.actor._manager.samples.unfinished.values()
-        for count, moment in enumerate((first, second), 1):
-            moment.set()
-            await until(lambda count=count: [segment.turn for segment in sample.segments] == [*range(count)])
-        assert sample.failures == 0
-
-
 async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline(monkeypatch):
     monkeypatch.setattr(claim_loop, "GRANT_S", 0.2)
     async with training([[5], [60]]) as one:
@@ -150,82 +158,23 @@ async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline(monke
             await batch_of(one)
 
 
-def failing(how, times=1):
-    """A loop that fails ``times`` times in sample 0/0#0 before its first engine call, by awaiting ``how()``."""
-    left = [how] * times
-
-    async def loop(client, row, params):
-        if client.sample_id == "0/0#0" and left:
-            await left.pop()()
-        return await says(client, row, params)
-
-    return loop
-
-
-async def refused(dead=False):
-    """The replica's answer to a request."""
-    raise ReplicaError("vLLM replica r0 failed on request 0/0#0@1: ValueError: no such token", dead=dead)
+# -- slots and reports ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (refused, "no such token"),
-        (lets_a_cancellation_out, "CancelledError"),
-        (hangs, "SampleTimeoutError: the agent loop of sample 0/0#0"),
-    ],
+    ("held", "message"),
+    [(True, "as held by w1, which has no conversation"), (False, "as new to w1, which still has its conversation")],
 )
-async def test_sample_that_fails_is_run_again_and_masked_where_it_always_fails(how, said):
-    async with training([[5, 5]], failing(how), sample_timeout_s=0.3) as one:
-        assert [output.response_length for output in await one.stop_round()] == [5, 5]
-        figures = one.figures()
-        assert (figures["failures/retried_total"], figures["failures/masked_total"]) == (1, 0)
-    async with training([[5, 5]], failing(how, times=99), sample_timeout_s=0.3) as one:
-        outputs = await one.stop_round()
-        assert [output.masked for output in outputs] == [True, False] and one.figures()["failures/masked_total"] == 1
-        assert said in outputs[0].extra_fields["sample_error"]
-
-
-@pytest.mark.parametrize(
-    ("dead", "retries", "said"),
-    [
-        (False, None, r"sample 0/0#0 on w1 failed: ReplicaError: .* no such token"),
-        # Whatever failures do.
-        (True, 1, r"^ReplicaError: vLLM replica r0 failed"),
-    ],
-    ids=["a living replica refuses", "the last replica dies"],
-)
-async def test_replica_that_fails_a_request_ends_the_run(dead, retries, said):
-    failures = FailureLimits(sample_retries=retries)
-    async with training([[5, 5]], failing(lambda: refused(dead)), failures=failures) as one:
-        with pytest.raises(RolloutFailedError, match=said):
-            await batch_of(one)
-
-
-async def test_output_that_no_checkpoint_can_hold_ends_the_run_if_it_is_the_first_or_is_a_failed_sample():
-    def scores(unsaveable):
-        async def score(output, row):
-            output.reward_score = 1.0
-            if output.extra_fields["sample"] == unsaveable:
-                output.extra_fields["reward_extra_info"] = {"verdict": object()}
-
-        return score
-
-    async def named(client, row, params):
-        output = await says(client, row, params)
-        output.extra_fields["sample"] = client.sample_id
-        return output
-
-    async with training([[5, 60]], named, score=scores("0/0#0"), save_freq=1) as one:
-        with pytest.raises(RolloutFailedError, match=r"0/0#0\.reward_extra_info\.verdict: .* cannot be saved"):
-            await batch_of(one)
-    for save_freq in (1, -1):
-        async with training([[5, 60]], named, score=scores("0/0#1"), save_freq=save_freq) as one:
-            assert [output.masked for output in await one.stop_round()] == [False, save_freq > 0]
+async def test_disagreement_with_the_manager_on_a_conversation_ends_the_run(held, message):
+    async with training([[5], [60]]) as one:
+        known = "0/9#0" if held else "0/1#0"
+        await asyncio.sleep(0.05)
+        with pytest.raises(RuntimeError, match=message):
+            one.worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
-async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_anothers(after_s):
+async def test_turn_is_known_while_its_reward_goes_on_and_its_slot_is_free(after_s):
     async def score(output, row):
         if row["lengths"] == [7]:
             await hangs()
@@ -242,30 +191,8 @@ async def test_turn_is_known_while_its_reward_call_goes_on_and_its_slot_may_be_a
         assert saved == [(7, "completed")]
 
 
-def buys(buy):
-    """A loop that makes seven tokens and then calls the tool ``buy``, whose errors are its affair."""
-
-    async def loop(client, row, params):
-        output = await says(client, row, params)
-        await asyncio.wait([asyncio.ensure_future(row["tools"]["buy"].call({}))])
-        return output
-
-    return {"loop": loop, "functions": [function("buy", buy)]}
-
-
-async def test_first_traceback_of_a_tool_that_raises_is_known_though_its_error_is_the_answer():
-    async def buy():
-        raise KeyError("no such shop")
-
-    async with training([[7, 7, 7]], **buys(buy)) as one, asyncio.timeout(20):
-        while not (errors := await one.actor.first_errors()):
-            await asyncio.sleep(0.002)
-        assert len(errors) == 1 and "KeyError: 'no such shop'" in errors[0] and "in buy" in errors[0]
-
-
-def conversations(answer, events=None):
+def conversations(answer, events):
     """A loop whose samples of 10 tokens make them in two turns with a tool call between them, which awaits ``answer()``."""
-    events = [] if events is None else events
 
     async def look(name):
         events.append(f"{name} asks")
@@ -287,38 +214,29 @@ def conversations(answer, events=None):
     return {"loop": loop, "functions": [function("look", look)]}
 
 
-async def test_slot_of_a_sample_in_a_tool_is_anothers_and_it_comes_back_before_new_prompts():
+async def test_slot_of_a_sample_in_a_tool_is_anothers_until_it_comes_back():
     events, answered = [], asyncio.Event()
     talks = conversations(answered.wait, events)
+
+    def states():
+        return [sample.state for sample in one.actor._manager.samples.unfinished.values()]
+
     async with training([[10], [120], [5]], slots=1, release_after_s=0.02, **talks) as one:
-        await until(lambda: states(one) == ["away", "running", "waiting"])
+        await until(lambda: states() == ["away", "running", "waiting"])
         await asyncio.sleep(0.12)
         answered.set()
         await one.stop_round()
-        assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"]
+        assert events == ["0/0#0 asks", "0/0#0 has its answer", "0/1#0 has ended"], "before new prompts"
         assert one.figures()["agent/slots_freed_s_total"] > 0.1
 
 
-async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_the_others_to_start(monkeypatch):
-    """16 take 160 ms to be made; a slot is kept for 50 ms."""
-
-    def slow(*args, **kwargs):
-        time.sleep(0.01)
-        return LiveSample(*args, **kwargs)
-
-    monkeypatch.setattr(claim_loop, "LiveSample", slow)
-    async with training([[5]] * 16, release_after_s=0.05, batch=16) as one:
-        await one.stop_round()
-        assert one.figures()["agent/slots_freed_s_total"] == 0
-
-
-async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_the_others_chat_templates():
+async def test_samples_that_start_at_once_keep_their_slots_until_each_can_call():
     """verl's loops read the template in an executor, one after another: 24 take 120 ms; a slot is kept for 50 ms."""
     one_at_a_time = threading.Lock()
 
     def template():
         with one_at_a_time:
-            time.sleep(0.005)
+            threading.Event().wait(0.005)
 
     async def loop(server, row, params):
         await asyncio.get_running_loop().run_in_executor(None, template)
@@ -329,20 +247,11 @@ async def test_samples_that_start_at_once_keep_their_slots_while_each_waits_for_
         assert one.figures()["agent/slots_freed_s_total"] == 0
 
 
-async def test_slot_is_kept_for_ever_if_asked():
-    async with training(
-        [[10], [5]], slots=1, release_after_s=float("inf"), **conversations(lambda: asyncio.sleep(0.1))
-    ) as one:
-        while not one.actor._manager.round_complete():
-            assert "away" not in states(one)
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("away_s", [None, 10.0])
 async def test_tool_within_its_deadline_is_no_stall(away_s):
     refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 away on w1")
     # What a busy machine takes for a turn is less than a second.
     limits = {"stall_s": 1.0, "away_s": away_s, "release_after_s": 0.02}
-    async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(1.6))) as one:
+    async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(1.6), [])) as one:
         with refused if away_s is None else contextlib.nullcontext():
             await batch_of(one)

@@ -200,8 +200,8 @@ class FailureLimits:
     sample_timeout_s: Positive | None = key(
         1200,
         "Seconds that a sample may spend between two engine calls: in tools, environments and its agent loop. Waits for a "
-        "slot, the next round, the engine and the reward have deadlines of their own and do not count. In validation the "
-        "run ends. At least `tool_timeout_s`. `null`: no limit.",
+        "slot, the next round, the engine and the reward have deadlines of their own and do not count. At least "
+        "`tool_timeout_s`. `null`: no limit.",
     )
     max_masked_fraction: Annotated[float, Meta(ge=0, le=1)] = key(
         0.25,

@@ -265,17 +265,13 @@ class RecipeVLLMServer(vLLMHttpServer):
         await super().resume_engine_generation()
 
     async def clear_kv_cache(self) -> None:
-        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
+        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` everything stays.
 
-        During a hold it does nothing: the hold has dropped everything, and nothing has been computed since.
+        During a hold it does nothing: the hold has dropped the blocks, and nothing has been computed since. The caches of a
+        vision tower stay in both cases: what is trained is text, which never changes the tower.
         """
-        if self._held:
-            return
-        if not self._keeps_kv:
+        if not (self._held or self._keeps_kv):
             await super().clear_kv_cache()
-        elif self.node_rank == 0:
-            await self.engine.reset_mm_cache()
-            await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
         """Do as verl's, but keep the error of a failed weight sync."""
@@ -361,7 +357,13 @@ class RecipeVLLMReplica(vLLMReplica):
             with contextlib.suppress(ValueError):
                 ray.kill(server)
         self.servers = []
-        await self._end_engines()
+        # Their engines would hold their memory for ever.
+        step = self.gpus_per_replica_node
+        ending = [
+            self.workers[node * step].__ray_call__.remote(_end_processes, processes)
+            for node, processes in enumerate(self._engine_processes)
+        ]
+        await asyncio.gather(*ending)
         # A trainer's allocator keeps what its last update took; the new engine measures the free memory when it starts.
         await asyncio.gather(*[worker.__ray_call__.remote(_empty_cache) for worker in self.workers])
         while not self.servers:
@@ -376,16 +378,6 @@ class RecipeVLLMReplica(vLLMReplica):
         await asyncio.gather(*[worker.__ray_call__.remote(_forget_server) for worker in self.workers])
         # As verl starts them: the trainer uses the devices until the weight sync wakes the replicas up.
         await self.sleep()
-
-    async def _end_engines(self) -> None:
-        """Kill the engines of killed servers, which would hold their memory for ever."""
-        step = self.gpus_per_replica_node
-        await asyncio.gather(
-            *[
-                self.workers[node * step].__ray_call__.remote(_end_processes, processes)
-                for node, processes in enumerate(self._engine_processes)
-            ]
-        )
 
 
 def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:

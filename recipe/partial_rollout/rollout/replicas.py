@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from recipe.partial_rollout.waits import START_S, ReplicaError, answer_of, means_death, one_line, result_of, wait
+from recipe.partial_rollout.waits import START_S, InfraError, answer_of, means_death, one_line, result_of, wait
 
 Load = dict[str, tuple[int, int]]
 """address of a replica to the requests that it runs and the tokens decoded since its start"""
@@ -67,7 +67,7 @@ class ServerControl:
         """Abort every running request; afterwards all replicas are quiet.
 
         Raises:
-            ReplicaError: no replica is alive; so do the others.
+            InfraError: no replica is alive; so do the others.
         """
         await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
@@ -122,17 +122,16 @@ class ServerControl:
         A replica may have died since its last answer, so all are asked first.
 
         Raises:
-            ReplicaError: one died once too often, or none is alive.
+            InfraError: one died once too often, or none is alive.
         """
         await self._all("looking after", lambda replica: replica.check_alive())
         dead, self._dead = self._dead, []
         for replica in dead:
             address = replica.server_address
             if self.restarted >= self._restarts:
-                raise ReplicaError(
+                raise InfraError(
                     f"vLLM replica {address} is dead and is not restarted again "
-                    f"(partial_rollout.failures.replica_restarts={self._restarts})",
-                    dead=True,
+                    f"(partial_rollout.failures.replica_restarts={self._restarts})"
                 )
             self.restarted += 1
             await wait(replica.relaunch(), START_S, f"restarting {address}")
@@ -147,7 +146,7 @@ class ServerControl:
                 self._dead.append(replica)
                 logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
         if not self._living:
-            raise ReplicaError(f"no vLLM replica is alive ({', '.join(self.addresses)})", dead=True)
+            raise InfraError(f"no vLLM replica is alive ({', '.join(self.addresses)})")
 
     async def _answers(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[Any, Any]:
         """The answer of each living replica, or the error in its place; all are asked at once."""

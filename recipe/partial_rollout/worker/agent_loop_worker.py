@@ -31,21 +31,10 @@ from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import SampleOutput
-from recipe.partial_rollout.waits import ToldError, one_line
+from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
-from recipe.partial_rollout.worker.live_sample import (
-    LiveSample,
-    SampleClock,
-    SampleTimeoutError,
-    Turn,
-    context_hash,
-)
-from recipe.partial_rollout.worker.llm_client import (
-    PartialRolloutLLMClient,
-    ReplicaChoice,
-    SampleClient,
-    SamplingError,
-)
+from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
 from recipe.partial_rollout.worker.tool_deadline import timed
 
@@ -182,11 +171,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
-        try:
-            return await clock.run(play(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
-        except SampleTimeoutError as error:
-            held = f"{len(self._claims.samples)} training samples that began are carried meanwhile, with what they hold"
-            raise SampleTimeoutError(f"{error}; it awaits {ToldError.of(error).place}; {held}") from error
+        return await clock.run(play(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
 
     def _timed_tools(self, clock: SampleClock) -> list[Any]:
         """Return the tools for the agent loop that ``clock`` is of."""
@@ -263,12 +248,16 @@ def _align(
         made[place] = True
         known[place] |= fits
     if (unmade := generated & ~made).any():
-        raise _refusal(sample, _whose(sample.turns, response_ids, unmade))
+        raise _refusal(
+            sample,
+            f"{int(unmade.sum())} tokens as generated that no engine call made in their place. If one did, it was after "
+            f"another context: a loop may not rewrite, cut or summarise the context that is trained",
+        )
     if not known[generated].all():
         raise _refusal(sample, "log-probs that are not the engine's")
     for turn in sample.turns:
         if turn.unlike and (count := int((owners == turn.number).sum())):
-            raise SamplingError(
+            raise ValueError(
                 f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}. Their log-probs cannot be "
                 "compared with the trainer's, which are of the whole distribution at rollout.temperature: leave the "
                 "parameter out of calls that are trained, or set partial_rollout.correction=none"
@@ -290,20 +279,6 @@ def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarra
         here = whole[turn.start : turn.start + len(turn)]
         same = turn.token_ids[: len(here)] == here
         yield turn, turn.start - len(prompt_ids), len(here) if same.all() else int(same.argmin())
-
-
-def _whose(turns: list[Turn], response_ids: np.ndarray, unmade: np.ndarray) -> str:
-    """Say what is wrong with the first of the generated tokens that no call made in its place."""
-    first = int(unmade.argmax())
-    last = first + int(np.append(unmade[first:], False).argmin())
-    tokens = response_ids[first:last].tolist()
-    for turn in turns:
-        if len(turn) and tokens[: len(turn)] == turn.token_ids[: len(tokens)].tolist():
-            return (
-                f"{len(tokens)} tokens that engine call {turn.number} made after another context (of {turn.start} tokens) "
-                f"than they stand in: a loop may not rewrite, cut or summarise the context that is trained"
-            )
-    return f"{int(unmade.sum())} tokens as generated that no engine call made"
 
 
 def _refusal(sample: LiveSample, what: str) -> RuntimeError:

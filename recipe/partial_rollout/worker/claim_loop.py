@@ -21,7 +21,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
-from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError
 from recipe.partial_rollout.manager.types import (
     Added,
     Event,
@@ -33,19 +32,15 @@ from recipe.partial_rollout.manager.types import (
     Report,
     SampleOutput,
 )
-from recipe.partial_rollout.waits import ReplicaError, ToldError, result_of, wait
+from recipe.partial_rollout.waits import InfraError, ToldError, is_cancelled, result_of, wait
 from recipe.partial_rollout.worker.live_sample import LiveSample
-from recipe.partial_rollout.worker.rewards import RewardError, RewardWorkersLostError
+from recipe.partial_rollout.worker.rewards import RewardError
 
 GRANT_S = 7200.0
 """seconds that a sample may wait for its slot in an open round: longer than any step, so that it ends a run only if the
 trainer hangs"""
 _BEGIN_S = 0.02
 """seconds of this process that a loop takes until its first engine call: it is made, and reads the chat template"""
-
-
-class GrantTimeoutError(TimeoutError):
-    """A sample waited too long for its slot."""
 
 
 class Outbox:
@@ -141,18 +136,14 @@ class ClaimLoop:
         self._sample_s = sample_s
         self.capacity = capacity
         self._release_after_s = release_after_s
-        self._tasks: set[asyncio.Task[None]] = set()
         self.samples: dict[str, LiveSample] = {}
         """those whose agent loops have begun here and not ended, by id"""
-        self._beginning: set[str] = set()
-        """of these, those that have made no engine call"""
         self._running = 0
         """requests that no replica has answered"""
         self.open = asyncio.Event()
         """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
         self._ended = asyncio.Event()
         """set whenever a request ends"""
-        self._any_finished = False
         self.outbox = Outbox(name, manager, granted=self.run)
 
     async def serve(self) -> None:
@@ -197,56 +188,49 @@ class ClaimLoop:
                 )
             if sample is None:
                 sample = self.samples[grant.sample_id] = LiveSample(grant, self, self._sample_s)
-                self._beginning.add(sample.id)
-                task = asyncio.create_task(self._run_sample(sample), name=sample.id)
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
             sample.asked = False
             sample.granted.set()
-        # Only now: how long a loop may take to begin depends on how many begin with it.
-        for grant in grants:
-            self._arm_release_timer(self.samples[grant.sample_id])
+            # Of hundreds that begin at once each waits for the others.
+            self._arm_release_timer(sample, _BEGIN_S * len(grants))
 
     async def _run_sample(self, sample: LiveSample) -> None:
         try:
-            output = await sample.clock.run(self._run_agent_loop(sample))
-            await self._end(sample)
-        # A library may cancel what it awaits and let that out: the sample has failed like any other.
-        except (Exception, asyncio.CancelledError) as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            await self._fail(sample, error)
-        else:
-            self._any_finished = True
-            # The output has all its tokens.
-            sample.unsent = []
-            self.outbox.report(sample, Finished(sample.id, output))
-        del self.samples[sample.id]
-        self._beginning.discard(sample.id)
-        self._arm_release_timer(sample)
-
-    async def _fail(self, sample: LiveSample, error: BaseException) -> None:
-        ends_the_run = _ends_the_run(error, first=not self._any_finished)
-        if not ends_the_run:
-            try:
-                await self._end(sample)
-            except GrantTimeoutError as late:
-                error, ends_the_run = late, True
-        line = self.outbox.note_error(error).line
-        if ends_the_run:
-            self.outbox.unsent.fatal = line
+            event = await self._outcome(sample)
+            if sample.asked:
+                # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
+                async with self._grant_in_time(sample):
+                    await sample.granted.wait()
+        except InfraError as error:
+            self.outbox.unsent.fatal = self.outbox.note_error(error).line
             self.outbox.report(sample)
         else:
-            times = error.times if isinstance(error, RewardError) else 1
-            self.outbox.report(sample, Failed(sample.id, line, times))
+            self.outbox.report(sample, event)
+        del self.samples[sample.id]
+        self._arm_release_timer(sample)
 
-    async def _end(self, sample: LiveSample) -> None:
-        """Silence the calls that the agent loop has left behind; returns once the sample's end can be reported."""
-        sample.ended = True
-        if sample.asked:
-            # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
-            async with self._grant_in_time(sample):
-                await sample.granted.wait()
+    async def _outcome(self, sample: LiveSample) -> Event:
+        """Run the agent loop of ``sample``, and return how it ended.
+
+        Raises:
+            InfraError: the run must end.
+        """
+        try:
+            output = await sample.clock.run(self._run_agent_loop(sample))
+        except InfraError:
+            raise
+        # A library may cancel what it awaits and let that out: the sample has failed like any other.
+        except (Exception, asyncio.CancelledError) as error:
+            if is_cancelled():
+                raise
+            times = error.times if isinstance(error, RewardError) else 1
+            return Failed(sample.id, self.outbox.note_error(error).line, times)
+        finally:
+            # Silences the calls that the agent loop has left behind.
+            sample.ended = True
+        # The output has all its tokens.
+        sample.unsent = []
+        return Finished(sample.id, output)
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +246,6 @@ class ClaimLoop:
         """
         _require_listener(sample)
         sample.calling += 1
-        self._beginning.discard(sample.id)
         if not sample.asked and not sample.granted.is_set():
             self._ask_for_slot(sample)
         try:
@@ -299,29 +282,28 @@ class ClaimLoop:
             async with asyncio.timeout(GRANT_S):
                 yield
         except TimeoutError as error:
-            raise GrantTimeoutError(
+            raise InfraError(
                 f"sample {sample.id} was not granted a slot in an open round within {GRANT_S:g} s; "
                 "is the trainer still stepping?"
             ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
-        _require_listener(sample)
-        if sample.granted.is_set():
+        # Otherwise a call beside this one has asked; the tokens of this one go out with the next report.
+        if sample.granted.is_set() and not sample.ended:
             self._ask_for_slot(sample)
-        else:
-            # A call beside this one has asked.
-            self.outbox.report(sample)
 
-    def _arm_release_timer(self, sample: LiveSample) -> None:
-        """Start the timer that releases the slot of an idle sample; of one that calls or has ended, stop it."""
+    def _arm_release_timer(self, sample: LiveSample, begin_s: float = 0.0) -> None:
+        """Start the timer that releases the slot of an idle sample; of one that calls or has ended, stop it.
+
+        Args:
+            begin_s: seconds until its agent loop can have made an engine call.
+        """
         if sample.release_timer is not None:
             sample.release_timer.cancel()
             sample.release_timer = None
-        alive = self.samples.get(sample.id) is sample
-        if alive and not sample.calling and self._release_after_s < math.inf:
-            # Of hundreds that begin at once each waits for the others.
-            begin_s = _BEGIN_S * len(self._beginning) if sample.id in self._beginning else 0
+        idle = self.samples.get(sample.id) is sample and not sample.calling
+        if idle and self._release_after_s < math.inf:
             seconds = self._release_after_s + begin_s
             sample.release_timer = asyncio.get_running_loop().call_later(seconds, self._park, sample)
 
@@ -341,13 +323,6 @@ class ClaimLoop:
 def _require_listener(sample: LiveSample) -> None:
     """Cancel an engine call that an agent loop has left behind: it may not hold or ask for the slot of another sample."""
     if sample.ended:
-        raise asyncio.CancelledError
-
-
-def _ends_the_run(error: BaseException, *, first: bool) -> bool:
-    """Whether a retry cannot help: no replica or reward worker is left, its slot did not come in time, or the ``first``
-    sample to finish has an output that no checkpoint can hold, as all the others probably will."""
-    if isinstance(error, UnsaveableError):
-        return first
-    lost = isinstance(error, ReplicaError) and error.dead
-    return lost or isinstance(error, GrantTimeoutError | RewardWorkersLostError)
+        raise asyncio.CancelledError(
+            f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"
+        )

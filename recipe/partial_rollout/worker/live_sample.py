@@ -19,10 +19,6 @@ _END_S = 5.0
 """seconds that an agent loop has to clean up after its time"""
 
 
-class SampleTimeoutError(TimeoutError):
-    """An agent loop made no engine call for too long."""
-
-
 class SampleClock:
     """The time that a sample's agent loop spends between engine calls, so that a hung tool ends its sample, not the run.
 
@@ -45,7 +41,7 @@ class SampleClock:
         """Return ``agent_loop``'s result.
 
         Raises:
-            SampleTimeoutError: the clock ran for longer than its deadline.
+            TimeoutError: the clock ran for longer than its deadline.
             Exception: the one given to ``end``.
         """
         task = asyncio.ensure_future(agent_loop)
@@ -59,7 +55,7 @@ class SampleClock:
             self._timeout = None
             task.cancel()
         if late or self._error is not None:
-            raise self._error or SampleTimeoutError(
+            raise self._error or TimeoutError(
                 f"the agent loop of {self.name} made no engine call for {self._deadline_s:g} s "
                 f"(partial_rollout.failures.sample_timeout_s)"
             ) from where
@@ -208,13 +204,15 @@ class LiveSample:
     calls: int = 0
     """requests to replicas"""
     granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next three"""
+    """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next four"""
     asked: bool = False
     """whether it has asked for a slot that is not granted yet; a sample that neither has nor asked for one is away"""
     calling: int = 0
     """engine calls that run or wait for the slot, which they share"""
     release_timer: asyncio.TimerHandle | None = None
     """gives the slot to another sample, if no engine call comes first"""
+    task: asyncio.Task[None] | None = None
+    """runs its agent loop; asyncio itself keeps no task alive"""
     ended: bool = False
     """whether its agent loop has ended; nothing that it left behind is reported"""
     place: Place = field(default_factory=Place)

@@ -33,7 +33,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
-from recipe.partial_rollout.waits import ReplicaError
+from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.live_sample import (
     LiveSample,
     OneOfASample,
@@ -47,7 +47,6 @@ from recipe.partial_rollout.worker.live_sample import (
 )
 from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLMClient, version_of
 
-_MARKS = "version_marks"
 _MOVE_ABOVE = 1.25
 """a resumed sample moves if its own replica has more than so many times the running samples of the emptiest"""
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -98,9 +97,7 @@ class SampleClient(OneOfASample):
         with self._clock.stopped():
             if self._sample is not None:
                 return await self._client.generate_turn(self._sample, **asked)
-            answer = await self._client.generate(request_id, request=Request(self._place), **asked)
-        answer.extra_fields.pop(_MARKS, None)
-        return answer
+            return await self._client.generate(request_id, request=Request(self._place), **asked)
 
     @property
     def sample_id(self) -> str | None:
@@ -201,15 +198,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             ``max_global_steps`` over them. A turn that was complete before a crash makes no call.
 
         Raises:
-            RuntimeError: the agent loop has returned, or the engine returned tokens without one finite log-prob each.
-            SamplingError: a sampling parameter would not survive an interruption.
-            asyncio.CancelledError: the agent loop has returned meanwhile.
+            RuntimeError: the engine returned tokens without one finite log-prob each.
+            ValueError: a sampling parameter would not survive an interruption.
+            asyncio.CancelledError: the agent loop has returned.
         """
-        if sample.ended:
-            raise RuntimeError(
-                f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"
-            )
-        check_sampling(sample.id, sampling_params, self.tokenizer)
+        check_sampling(sample.id, sampling_params)
         prompt_ids, params = normalize_token_ids(prompt_ids), {**sampling_params, "logprobs": True}
         rollout = self.config.actor_rollout_ref.rollout
         unlike = unlike_training(sampling_params, rollout.temperature) if self._compares else ""
@@ -261,8 +254,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         sampling_params=sampling_of_call(params, budget, len(done)),
                         **kwargs,
                     )
-                except ReplicaError as error:
-                    if not error.dead or not self.replicas.leave(request.address):
+                except InfraError:
+                    if not self.replicas.leave(request.address):
                         raise
                     # Another replica lives.
                     continue
@@ -297,7 +290,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
         token_ids = np.asarray(output.token_ids, dtype=np.int32)
         made = np.asarray(output.log_probs or [], dtype=np.float32)
-        *earlier, last = spans(len(token_ids), output.extra_fields.pop(_MARKS, ()), version_of(output))
+        *earlier, last = spans(len(token_ids), output.extra_fields.pop("version_marks", ()), version_of(output))
         return [
             *[Segment(token_ids[a:b], made[a:b], version) for a, b, version in earlier],
             Segment(token_ids[last.start :], made[last.start :], last.version, None if interrupted else stop_reason),
@@ -323,24 +316,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 # -- sampling parameters across interruptions ---------------------------------------------------------------------------
 
 
-class SamplingError(ValueError):
-    """A sampling parameter that would not survive an interruption, or with which no token can be trained."""
-
-
-def check_sampling(sample_id: str, params: dict[str, Any], tokenizer: Any) -> None:
-    """Raise ``SamplingError`` for a parameter that vLLM would apply anew after each interruption.
-
-    Args:
-        tokenizer: the worker's, None if it has none; stop strings need it.
-    """
-    if params.get("stop") and tokenizer is None:
-        raise SamplingError(
-            f"sample {sample_id}: its agent loop asks for stop={params['stop']!r}, and its worker has no tokenizer to "
-            f"find stop strings with: use stop_token_ids"
-        )
+def check_sampling(sample_id: str, params: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a parameter that vLLM would apply anew after each interruption."""
     for key, off in _REFUSED.items():
         if (value := params.get(key)) not in off:
-            raise SamplingError(
+            raise ValueError(
                 f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to each call anew, so an "
                 f"interruption would change what it does: leave it out, or set partial_rollout.enable=False"
             )

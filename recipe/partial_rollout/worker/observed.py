@@ -1,7 +1,7 @@
 """Instrumented agent-loop worker and engine client. noPR trains with them; PR validates with them and subclasses them.
 
 A sample fails if its agent loop raises, if a replica refuses its request, if it does not fit a batch, or if it has no
-score. It is retried. Then noPR's training ends with the error, and a validation leaves the sample out.
+score. It is retried, if that can help. Then noPR's training ends with the error, and a validation leaves the sample out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -45,15 +46,13 @@ from recipe.partial_rollout.manager.policies import (
     verdict_on,
 )
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.waits import ReplicaError, ToldError, answer_of, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import Place, Request, SampleTimeoutError
+from recipe.partial_rollout.waits import InfraError, ToldError, answer_of, is_cancelled, means_death, one_line
+from recipe.partial_rollout.worker.live_sample import Place, Request
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
     RewardWorkers,
     checked,
-    paces_rewards,
-    parts_of_reward,
     renamed,
     reward_of,
     reward_places,
@@ -64,9 +63,7 @@ _ID_DIGITS = 12
 """digits of verl's request ids, which have 32, that tell the samples of a run apart in its trace"""
 REQUEST: ContextVar[Request] = ContextVar("request")
 """the request that verl's ``generate`` makes at this moment; it notes where it goes"""
-_AGENT_LOOP: ContextVar[str] = ContextVar("agent_loop", default="of a sample")
-"""name of the agent loop that runs"""
-
+T = TypeVar("T")
 Play = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
 """a run of an agent loop whose parameters and row are given: takes the client and the tools"""
 
@@ -107,14 +104,24 @@ class ObservedLLMClient(LLMServerClient):
         """Call ``LLMServerClient.generate``, and note what it cost.
 
         Raises:
-            ReplicaError: the replica died or refused the request; the message names it.
+            InfraError: the replica died; the message names it.
+            RuntimeError: it refused the request.
         """
         params = kwargs.get("sampling_params", {})
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
         request, start = request or Request(Place()), time.time()
-        output = await self._asked(request_id, request, kwargs)
+        token, verls = REQUEST.set(request), super().generate
+        try:
+            # A call that is made again goes to vLLM under an id of its own.
+            output = await answer_of(lambda: verls(request_id=request_id, **kwargs))
+        except Exception as error:
+            kind, did = (InfraError, "failed on") if means_death(error) else (RuntimeError, "refused")
+            name = request.address or "(none acquired)"
+            raise kind(f"vLLM replica {name} {did} request {request_id}: {one_line(error)}") from error
+        finally:
+            REQUEST.reset(token)
         # A call that was aborted in the engine's queue prefilled nothing.
         prefilled = request.resumed_tokens if output.token_ids else 0
         self._calls.append(
@@ -137,25 +144,6 @@ class ObservedLLMClient(LLMServerClient):
         )
         return output
 
-    async def _asked(self, request_id: str, request: Request, kwargs: dict[str, Any]) -> TokenOutput:
-        """Return verl's answer."""
-        token, verls = REQUEST.set(request), super().generate
-        try:
-            # A call that is made again goes to vLLM under an id of its own.
-            return await answer_of(lambda: verls(request_id=request_id, **kwargs))
-        except Exception as error:
-            name, dead = request.address or "(none acquired)", means_death(error)
-            did = "failed on" if dead else "refused"
-            raise ReplicaError(
-                f"vLLM replica {name} {did} request {request_id}: {one_line(error)}", dead=dead
-            ) from error
-        finally:
-            REQUEST.reset(token)
-
-
-class OverlongError(ValueError):
-    """An agent loop returned more than a batch holds."""
-
 
 class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker; it bounds and retries reward calls, retries samples, and notes its engine calls."""
@@ -163,10 +151,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     llm_client: ObservedLLMClient
     _filter: FilterSettings | None = None
     """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
-    _parts: tuple[str, ...] = ()
-    """see ``parts_of_reward``"""
-    _paces = False
-    """see ``paces_rewards``"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,8 +162,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
         most = reward_places(self.config)
         self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
-        self._parts = parts_of_reward(self.config)
-        self._paces = paces_rewards(self.config)
+        algorithm = self.config.algorithm
+        self._parts = (algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
+        """keys that each reward must have beside its score: GDPO takes its advantages from them"""
+        # This manager of verl's queues the calls itself, and gives each a deadline of its own (``reward.timeout``).
+        queues = OmegaConf.select(self.config, "reward.reward_manager.name") == "rate_limited"
+        self._reward_s = None if queues else self.config.partial_rollout.deadlines.reward_s
 
     def take_calls(self) -> list[EngineCall]:
         """Return the engine calls that ended since this was last called."""
@@ -194,7 +182,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """Do as verl's; an agent loop that fails is run again."""
+        """Do as verl's, but try again what fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
         play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
@@ -206,12 +194,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            output = await self._tried(play, trajectory)
+            output = await self._scored(play, trajectory, kwargs)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
         """Return what makes the agent loop of this name, without composing the whole configuration for every sample."""
-        _AGENT_LOOP.set(agent_name)
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
             raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
@@ -236,127 +223,107 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         output = await agent_loop.run(dict(params), **row)
         if not isinstance(output, AgentLoopOutput):
             what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
-            raise TypeError(
-                f"agent loop {_AGENT_LOOP.get()} returned {what}: return the AgentLoopOutput that is trained"
-            )
+            raise TypeError(f"the agent loop returned {what}: return the AgentLoopOutput that is trained")
         return output
 
     async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
         """Run the agent loop once."""
         return await play(self.llm_client, self.tools)
 
-    async def _tried(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
-        """Run the agent loop, again if it fails. A dead replica and a sample's deadline are not retried.
+    async def _scored(self, play: Play, trajectory: dict[str, Any], row: dict[str, Any]) -> AgentLoopOutput:
+        """Run the agent loop and score its output; each is tried again if it fails.
 
-        Returns a masked output if a validation's sample has no retries left; noPR's training ends with the error.
+        Returns an empty output for a validation's sample that fails for good; noPR's training ends with the error.
+        """
+        validate = trajectory["validate"]
+        try:
+            output = await self._retried(lambda: self._attempt(play, trajectory))
+            await self._score(output, row, validate=validate)
+            return output
+        except (Exception, asyncio.CancelledError) as error:
+            masks = validate and self.config.partial_rollout.failures.sample_retries is not None
+            if not masks or isinstance(error, InfraError) or is_cancelled():
+                raise
+            told = ToldError.of(error)
+        return AgentLoopOutput(
+            prompt_ids=[0],
+            response_ids=[0],
+            response_mask=[0],
+            response_logprobs=[0.0] if self.rollout_config.calculate_log_probs else None,
+            # No mean of a validation counts it (``training/reward_info.py``). A colocated model scores later.
+            reward_score=None if self.reward_loop_worker_handles is None else math.nan,
+            metrics=AgentLoopMetrics(),
+            extra_fields={REWARD_INFO: {"sample_error": f"{told.line} ({told.place})"}},
+        )
+
+    async def _retried(
+        self, attempt: Callable[[], Awaitable[T]], noted: Callable[[Any], None] = lambda error: None
+    ) -> T:
+        """Return the result of ``attempt``, which is made again where it fails, as often as a sample is retried.
+
+        Args:
+            noted: gets each error after which it is made again.
         """
         for times in itertools.count(1):
             try:
-                return await self._attempt(play, trajectory)
+                return await attempt()
             except (Exception, asyncio.CancelledError) as error:
-                verdict = verdict_on(times, self.config.partial_rollout.failures)
-                ended = asyncio.current_task().cancelling()  # type: ignore[union-attr]
-                hopeless = isinstance(error, SampleTimeoutError) or (isinstance(error, ReplicaError) and error.dead)
-                fatal = verdict is not FailureVerdict.RETRY and not trajectory["validate"]
-                if ended or hopeless or fatal or verdict is FailureVerdict.RAISE:
+                if isinstance(error, RewardError):
+                    error.times = times
+                again = verdict_on(times, self.config.partial_rollout.failures) is FailureVerdict.RETRY
+                if not again or isinstance(error, InfraError) or is_cancelled():
                     raise
-                told = ToldError.of(error)
-                said = f"{told.line} ({told.place})"
-                logger.warning("an agent loop failed: %s (verdict: %s)", said, verdict)
-                if verdict is FailureVerdict.MASK:
-                    log_probs = [0.0] if self.rollout_config.calculate_log_probs else None
-                    nothing = AgentLoopOutput(
-                        prompt_ids=[0], response_ids=[0], response_mask=[0], response_logprobs=log_probs,
-                        metrics=AgentLoopMetrics(),
-                    )  # fmt: skip
-                    return self._masked(nothing, said)
+                logger.warning("%s; it is tried again", one_line(error))
+                noted(error)
             await asyncio.sleep(retry_delay_s(times))
-        raise AssertionError("the last verdict is to mask")
-
-    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        """Do as verl's, in noPR and validation; a validation leaves out a sample that fits no batch, or has no score."""
-        scored_here = output.reward_score is not None or self.reward_loop_worker_handles is not None
-        if "sample_error" not in (output.extra_fields.get(REWARD_INFO) or {}):
-            try:
-                await self._score(output, kwargs, validate=validate)
-            except (OverlongError, RewardError) as error:
-                if not validate or self.config.partial_rollout.failures.sample_retries is None:
-                    raise
-                place = f" ({ToldError.of(error.__cause__).place})" if error.__cause__ else ""
-                output = self._masked(output, one_line(error) + place)
-        if "sample_error" in (output.extra_fields.get(REWARD_INFO) or {}) and scored_here:
-            # No mean of a validation counts it (``training/reward_info.py``).
-            output.reward_score = math.nan
-        return await super()._agent_loop_postprocess(output, validate, **kwargs)
-
-    def _masked(self, output: AgentLoopOutput, error: str) -> AgentLoopOutput:
-        """Return ``output``, cut to what a batch holds, as a failed sample's, which is not trained."""
-        rollout = self.rollout_config
-        output.prompt_ids = output.prompt_ids[: rollout.prompt_length]
-        output.response_ids = output.response_ids[: rollout.response_length]
-        output.response_mask = [0] * len(output.response_ids)
-        if output.response_logprobs is not None:
-            output.response_logprobs = output.response_logprobs[: rollout.response_length]
-        output.extra_fields[REWARD_INFO] = {"sample_error": error}
-        return output
+        raise AssertionError("an attempt returns or raises")
 
     async def _score(
         self,
         output: AgentLoopOutput,
-        kwargs: dict,
+        row: dict[str, Any],
         *,
         validate: bool = False,
         rescored: Callable[[RewardError], None] = lambda error: None,
     ) -> None:
-        """Score ``output``. Where that fails it is scored again, as often as a sample is retried, without its agent loop.
+        """Score ``output``, unless its agent loop has. Where that fails it is scored again, without its agent loop.
 
         Args:
             rescored: gets each error after which it is scored again.
 
         Raises:
-            OverlongError: it does not fit a batch.
+            ValueError: it does not fit a batch.
             RewardError: there is no score that can be trained.
         """
         rollout = self.rollout_config
         sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
         if excess := excess_of(*sizes):
-            raise OverlongError(f"agent loop {_AGENT_LOOP.get()} returned {excess}")
-        if "raw_prompt" in kwargs:
+            raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
+        if "raw_prompt" in row:
             # As verl's does: reward functions may read it.
-            output.extra_fields["raw_prompt"] = kwargs["raw_prompt"]
+            output.extra_fields["raw_prompt"] = row["raw_prompt"]
         output.extra_fields = renamed(output.extra_fields, "loop")
-        limits, by_loop = self.config.partial_rollout.failures, output.reward_score is not None
-        for times in itertools.count(1):
-            try:
-                await self._compute_score([output], kwargs)
-                # Without a score here one comes later, of a colocated reward model.
-                if output.reward_score is not None or self.reward_loop_worker_handles is not None:
-                    self._check_score(output, kwargs.get("uid"), validate)
-                return
-            except RewardError as error:
-                error.times = times
-                if by_loop or verdict_on(times, limits) is not FailureVerdict.RETRY:
-                    raise
-                logger.warning("%s; scored again", error)
-                rescored(error)
-            output.reward_score = None
-            await asyncio.sleep(retry_delay_s(times))
+        if output.reward_score is not None:
+            self._check_score(output, row, validate)
+        else:
+            await self._retried(lambda: self._ask_for_score(output, row, validate), rescored)
 
-    def _check_score(self, output: AgentLoopOutput, prompt: Any, validate: bool) -> None:
+    async def _ask_for_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
+        output.reward_score = None
+        async with self._rewards:
+            # The deadline of a call starts when it has its place.
+            await reward_of(self._compute_score([output], row), row.get("uid"), self._reward_s)
+        # Without reward workers a score comes later, of a colocated reward model.
+        if output.reward_score is not None or self.reward_loop_worker_handles is not None:
+            self._check_score(output, row, validate)
+
+    def _check_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
         """Refuse a score that cannot be trained, or that says too little for the algorithm."""
-        score, info = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}
+        score, info, prompt = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}, row.get("uid")
         output.reward_score = checked(score, prompt, info, () if validate else self._parts)
         # Groups of a validation are not filtered.
         if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
-
-    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
-        if outputs and outputs[-1].reward_score is not None:
-            return
-        deadline_s = None if self._paces else self.config.partial_rollout.deadlines.reward_s
-        async with self._rewards:
-            # The deadline of a call starts when it has its place.
-            await reward_of(super()._compute_score(outputs, kwargs), kwargs.get("uid"), deadline_s)
 
     def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
         """Do as verl's, with what rewards say in one column of dictionaries: samples may have different keys."""

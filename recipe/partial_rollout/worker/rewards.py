@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -11,11 +10,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
-from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.partial_rollout.manager.policies import finite
-from recipe.partial_rollout.waits import AGAIN_S, means_death, one_line, result_of
+from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
 
 T = TypeVar("T")
 
@@ -48,14 +46,6 @@ def reward_places(config: Any) -> int | None:
     return max(1, cores // config.actor_rollout_ref.rollout.agent.num_workers)
 
 
-def paces_rewards(config: Any) -> bool:
-    """Whether verl's reward manager queues the calls itself and gives each a deadline of its own, ``reward.timeout``.
-
-    A call would spend ``deadlines.reward_s`` in the manager's queue, which may be as long as its limits make it.
-    """
-    return OmegaConf.select(config, "reward.reward_manager.name") == "rate_limited"
-
-
 class RewardError(RuntimeError):
     """The reward function failed, gave no score in time, or none that can be trained."""
 
@@ -63,40 +53,24 @@ class RewardError(RuntimeError):
     """in a row, for the same output"""
 
 
-class RewardWorkersLostError(RuntimeError):
-    """No reward worker answers any more, which ends the run."""
-
-
-class _AwayError(Exception):
-    """A reward worker has died, or Ray cannot reach it."""
-
-
 async def reward_of(call: Awaitable[T], prompt: Any, deadline_s: float | None = None) -> T:
     """Return the result of ``call``, of a reward function.
 
     Raises:
         RewardError: it failed, or took more than ``deadline_s``; names ``prompt``.
-        RewardWorkersLostError: see ``RewardWorkers``.
+        InfraError: see ``RewardWorkers``.
     """
     limit = asyncio.timeout(deadline_s)
     try:
         async with limit:
             return await call
-    except RewardWorkersLostError:
-        raise
     except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
+        if isinstance(error, InfraError) or is_cancelled():
             raise
         why = f"failed on prompt {prompt}: {one_line(error)}"
         if limit.expired():
             why = f"gave no score for prompt {prompt} within {deadline_s:g} s (partial_rollout.deadlines.reward_s)"
         raise RewardError(f"reward function {why}") from error
-
-
-def parts_of_reward(config: Any) -> tuple[str, ...]:
-    """Return the keys that each reward must have beside its score: those that GDPO takes its advantages from."""
-    algorithm = config.algorithm
-    return tuple(algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
 
 
 def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
@@ -136,7 +110,7 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
 
 
 class RewardWorkers:
-    """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls of a worker that is away go to the others.
+    """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls go to workers that answer.
 
     verl picks one at random for each sample, also one on a dead node. Here a call whose worker dies is made once more, by
     another one. A worker whose function never returns is ended, because other samples wait behind it. Ray restarts a
@@ -163,65 +137,50 @@ class RewardWorkers:
 
         Raises:
             RuntimeError: two workers died in turn during the call: its function may have ended their processes.
-            RewardWorkersLostError: all are dead.
+            InfraError: all are dead.
         """
-        with contextlib.suppress(_AwayError):
-            if self._living:
-                return await self._ask(random.choice(self._living), data)
-        try:
-            return await self._ask(await self._first_that_answers(), data)
-        except _AwayError as error:
-            if not self._living:
-                raise self._lost() from self._died_of
-            raise RuntimeError(f"two reward workers died in turn during one call: {error}") from error
-
-    async def _ask(self, handle: Any, data: Any) -> dict:
-        call = handle.compute_score.remote(data)
-        try:
-            return await call
-        except asyncio.CancelledError:
-            # Its place goes to another call: it must not go on there.
-            ray.cancel(call)
-            await self._end_if_stuck(handle)
-            raise
-        except RayTaskError:
-            # The reward function's own error, which may be about an actor of its own.
-            raise
-        except RayActorError as error:
-            self._note(handle, error)
-            raise _AwayError(one_line(error)) from error
-
-    def _note(self, handle: Any, error: BaseException) -> None:
-        """Forget the worker if it is dead."""
-        if not isinstance(error, RayActorError):
-            raise error
-        if means_death(error) and handle in self._living:
-            self._died_of = self._died_of or error
-            self._living.remove(handle)
-
-    async def _first_that_answers(self) -> Any:
-        """Return a worker that lives and is not held by its function."""
-        while self._living:
-            asked = {asyncio.ensure_future(result_of(each.__ray_ready__.remote())): each for each in self._living}
+        died_of = None
+        for _ in range(2):
+            handle = await self._one_that_answers()
+            call = handle.compute_score.remote(data)
             try:
-                answered, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-                for ready in answered:
-                    if (error := ready.exception()) is None:
-                        return asked[ready]
-                    self._note(asked[ready], error)
-            finally:
-                for ready in asked:
-                    ready.cancel()
-            await asyncio.sleep(AGAIN_S)
-        raise self._lost() from self._died_of
+                return await call
+            except asyncio.CancelledError:
+                # Its place goes to another call: it must not go on there.
+                ray.cancel(call)
+                await self._end_if_stuck(handle)
+                raise
+            except RayActorError as error:
+                # The reward function's own error may be about an actor of its own.
+                if isinstance(error, RayTaskError):
+                    raise
+                died_of = error
+        raise RuntimeError(f"two reward workers died in turn during one call: {one_line(died_of)}") from died_of
 
-    def _lost(self) -> RewardWorkersLostError:
+    async def _one_that_answers(self) -> Any:
+        """Return a worker that lives and is not held by its function.
+
+        Raises:
+            InfraError: all are dead.
+        """
+        while self._living:
+            handle = random.choice(self._living)
+            try:
+                await asyncio.wait_for(result_of(handle.__ray_ready__.remote()), _ANSWERS_WITHIN_S)
+                return handle
+            except TimeoutError:
+                continue
+            except RayActorError as error:
+                if means_death(error) and handle in self._living:
+                    self._died_of = self._died_of or error
+                    self._living.remove(handle)
+            await asyncio.sleep(AGAIN_S)
         path = self._config.reward.custom_reward_function.path
         restarts = self._config.partial_rollout.failures.worker_restarts
-        return RewardWorkersLostError(
+        raise InfraError(
             f"no reward worker answers (reward.num_workers): {path or 'a scorer of verl'} does not load, or has ended each "
             f"more than partial_rollout.failures.worker_restarts={restarts} times; the first: {one_line(self._died_of)}"
-        )
+        ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:
         """End the worker of a call that was given up, unless the call ended with that, as a coroutine does."""

@@ -47,7 +47,7 @@ def _timed(tool: Any, bounded: TimedTool) -> Any:
 
 
 class TimedTool(OneOfASample):
-    """A tool whose calls have a deadline (see ``timed``); everything else is the tool's own."""
+    """A tool each call of whose life cycle has a deadline (see ``timed``); everything else is the tool's own."""
 
     def __init__(
         self, tool: Any, clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
@@ -82,16 +82,7 @@ class TimedTool(OneOfASample):
             raise late from error
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tool, name)
-
-    async def create(self, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance of the tool."""
-        return await self.within(self._tool.create(*args, **kwargs))
-
-    async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the tool."""
-        return await self.within(self._tool.execute(*args, **kwargs))
-
-    async def release(self, *args: Any, **kwargs: Any) -> Any:
-        """Release an instance of the tool."""
-        return await self.within(self._tool.release(*args, **kwargs))
+        own = getattr(self._tool, name)
+        if name not in ("create", "execute", "release"):
+            return own
+        return lambda *args, **kwargs: self.within(own(*args, **kwargs))
