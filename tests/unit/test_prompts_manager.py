@@ -87,6 +87,13 @@ def test_ssim_refills_within_a_round_and_april_tops_up_unfinished_groups_before_
     assert m.counters.admitted_groups == 5 and m.round_complete()
     end_round(m, ["0/2#0", "0/3#0", "0/4#0"])
     assert begin(m) == 2
+    # Below a batch: 3 at a time for batches of 4, so 6 run. After a batch that leaves 2 unfinished, two times 3 less those.
+    m = manager(batch=4, n=1, mode=Mode.APRIL, overlap=-0.25)
+    assert begin(m) == 6
+    m.claim("w0")
+    finish(m, output, *[f"0/{i}#0" for i in range(4)])
+    end_round(m, ["0/4#0", "0/5#0"])
+    assert begin(m) == 4
 
 
 def test_length_bias_shows_that_short_groups_train_first(manager, output, segment):

@@ -124,7 +124,7 @@ def order_of(scheduling: Scheduling, batch_groups: int) -> Order:
 def _imported(path: str) -> Order:
     module, _, name = path.rpartition(".")
     with refusing(POLICY, path, "a function that can be imported"):
-        found: Any = getattr(importlib.import_module(module), name)
+        found: Callable[[QueuedGroup], Any] = getattr(importlib.import_module(module), name)
         if not callable(found):
             raise TypeError(f"{name} is a {type(found).__name__}, not a function")
     return lambda group: found(queued(group))
