@@ -209,20 +209,6 @@ def test_what_is_not_served_is_an_error_of_the_api_in_words(request_, said):
     assert "!11" in TOKENIZER.decode(output.prompt_ids), "a conversation may begin with examples"
 
 
-def test_client_that_gives_up_or_is_left_behind_withdraws_its_call():
-    async def agent(chat, client):
-        ask = asking(client, tools=None, messages=[question()])
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(), 0.003)
-        await ask(max_tokens=1)
-        agent.left = asyncio.ensure_future(ask(messages=[question(5)]))
-        await asyncio.sleep(0.01)
-        return chat.output()
-
-    output, life = trained(agent)
-    assert not output.masked and sum(output.response_mask) == 1 and not life.engine.running and agent.left.done()
-
-
 def test_agent_that_has_used_up_all_its_tokens_ends_there_and_is_trained():
     async def agent(chat, client):
         messages = [question()]

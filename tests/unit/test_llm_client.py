@@ -13,9 +13,8 @@ from recipe.partial_rollout import waits
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import InfraError
-from recipe.partial_rollout.worker.live_sample import Place, Request, SampleClock, context_hash, digest_of
+from recipe.partial_rollout.worker.live_sample import SampleClock, context_hash, digest_of
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
-from recipe.partial_rollout.worker.observed import REQUEST
 from tests.unit.loop_life import config_of
 from tests.unit.shared import Keeper, live_sample
 
@@ -221,21 +220,6 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, re
     assert sample.segments[-1].stop_reason == output.stop_reason == "completed"
 
 
-@pytest.mark.parametrize("held_after", range(1, 6))
-def test_stop_string_ends_the_turn_wherever_the_call_was_held(engine, held_after):
-    letters = text("opcdef")
-    engine.answers = [
-        tokens(*text("st"), stop="aborted", version=3),
-        tokens(*letters, version=5, marks=[(held_after, 4)]),
-    ]
-    sample = live()
-    output = generate(client_of(), sample, max_tokens=99, stop=["stop"])
-    assert TOKENIZER.decode(output.token_ids) == "stop" and output.stop_reason == "completed"
-    one_each = [(letters[:1], 4, None), (letters[1:2], 5, "completed")]
-    rest = one_each if held_after == 1 else [(letters[:2], 4, "completed")]
-    assert of(sample.segments) == [(text("st"), 3, None), *rest]
-
-
 def test_call_whose_replica_died_is_made_again_at_another(engine):
     client, sample = client_of("ab"), live()
     engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6)]
@@ -299,18 +283,6 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     assert [call.queued_s for call in calls] == [0.25, 0.0, 0.0]
     assert [call.waited_s >= 0.05 for call in calls] == [True, True, False], "for a slot"
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
-
-
-@pytest.mark.parametrize(
-    ("versions", "named"),
-    # Unknown weights share nothing with any.
-    [([], "0/0@"), ([3, 4], "0/0@3"), ([-1, 4], "0/0@")],
-)
-async def test_request_names_its_group_and_its_samples_first_weights(versions, named):
-    sample = live()
-    sample.start_turn(3).segments = known(*[([5], version, None) for version in versions])
-    REQUEST.set(Request(Place(), sample))
-    assert client_of()._vllm_request_id("r").rpartition("@")[0] == named
 
 
 @pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])

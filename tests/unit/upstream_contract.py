@@ -180,8 +180,8 @@ torch.distributed <- cpu
 vllm.v1.engine.async_llm:AsyncLLM <- hold replica vllm_plugin
     has: output_processor engine_core vllm_config errored dead_error
     calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
-        internal) generate(*, prompt, sampling_params, request_id, lora_request, priority) reset_mm_cache()
-        reset_encoder_cache() reset_prefix_cache(*, reset_running_requests, reset_connector)
+        internal) generate(*, prompt, sampling_params, request_id, lora_request, priority)
+        reset_prefix_cache(*, reset_running_requests, reset_connector)
 vllm.v1.engine.output_processor:RequestOutputCollector <- replica
     has: request_id
     calls: get() get_nowait() close()
