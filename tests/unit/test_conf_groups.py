@@ -9,20 +9,14 @@ import pytest
 import torch
 from omegaconf import open_dict
 from verl import DataProto
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreCriticConfig, McoreEngineConfig, McoreOptimizerConfig
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint import plain_state
 from recipe.partial_rollout.config.settings import FilterSettings, PartialRolloutConfig
-from recipe.partial_rollout.manager.policies import common_value
 from recipe.partial_rollout.preflight import check_settings
-from recipe.partial_rollout.worker.agent_loop_worker import sample_output
-from tests.unit.loop_life import output_of
-from tests.unit.test_turn_alignment import played
 
 SIZES = ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "param_offload=True")
 
@@ -66,7 +60,7 @@ def test_engine_is_fsdp2_by_default_and_megatron_is_one_override(built):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
-def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_without(resolved_config, name):
+def test_algorithm_is_corrected_under_partial_rollout_and_verls_own_without(resolved_config, name):
     own = {"gpg": "gpg", "gspo": "gspo", "sapo": "sapo"}.get(name)
     baseline = resolved_config("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
     main_ppo.wire(baseline)
@@ -76,17 +70,13 @@ def test_algorithm_trains_corrected_under_partial_rollout_and_as_verls_own_witho
     config = resolved_config("quickstart_cpu", f"algorithm={name}")
     check_settings(config)
     main_ppo.wire(config)
-    validate_config(config, need_reference_policy(config), need_critic(config))
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert config.algorithm.rollout_correction.rollout_is == ("geometric" if name == "gspo" else "token")
-    assert get_adv_estimator_fn(omega_conf_to_dataclass(config.algorithm).adv_estimator)
     assert not need_critic(config) and not need_reference_policy(config)
 
 
 def scored(config, length):
-    """``length`` response tokens as verl's reward manager of ``config`` scores them: what the manager actor gets."""
-
-    # A tokenizer whose text is always the same wrong answer.
+    """What verl's reward manager of ``config`` answers for ``length`` response tokens, a wrong answer."""
     words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "!")
 
     async def score():
@@ -96,23 +86,14 @@ def scored(config, length):
         data = DataProto.from_dict(tensors, {"data_source": np.array(["clock10"]), "reward_model": truth})
         return await load_reward_manager(config, words).run_single(data)
 
-    result = asyncio.run(score())
-    tokens = [1] * length
-    made = output_of([7, 8], tokens)
-    made.reward_score, made.extra_fields = result["reward_score"], {"reward_extra_info": result["reward_extra_info"]}
-    return sample_output(played(([7, 8], 0, tokens)), made, 10**6)
+    return asyncio.run(score())
 
 
-def test_dapo_penalises_the_last_fifth_of_the_budget_filters_by_the_reward_before_it_and_can_be_checkpointed(
-    resolved_config,
-):
+def test_dapo_penalises_the_last_fifth_and_filters_by_the_reward_before_it(resolved_config):
     config = resolved_config("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
     main_ppo.wire(config)
-    outputs = [scored(config, length) for length in (80, 90, 100)]
-    assert [output.reward_score for output in outputs] == [0.0, -0.5, -1.0]
+    assert [scored(config, length)["reward_score"] for length in (80, 90, 100)] == [0.0, -0.5, -1.0]
     group_filter = PartialRolloutConfig.from_config(config).group_filter
-    assert group_filter == FilterSettings("acc", max_num_gen_batches=10) and common_value("acc", outputs) == 0.0
-    info = outputs[1].reward_extra_info
+    assert group_filter == FilterSettings("acc", max_num_gen_batches=10)
+    info = scored(config, 90)["reward_extra_info"]
     assert info == {"acc": 0.0, "overlong_reward": -0.5, "overlong": True}
-    assert {type(value) for value in info.values()} == {float, bool}
-    assert plain_state.pack({"info": info, "score": outputs[1].reward_score})

@@ -9,23 +9,12 @@ from recipe.partial_rollout.worker.llm_client import StopStrings
 from tests.unit.shared import byte_tokenizer
 from verl_ext.chunked_log_probs import entropy_of_logits, log_probs_of_labels
 
-SPECIAL = ["<bos>", "<|im_end|>", "<|endoftext|>", "<|im_start|>"]
-TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
-
-
-def tokenizer_of(template=TURNS):
-    """As Llama's, it puts a begin of text before every plain text."""
-    roles = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=False))
-    return byte_tokenizer(template, **roles, additional_special_tokens=SPECIAL[3:], add_bos_token=True)
-
 
 @pytest.mark.parametrize("cut", range(9))
 @pytest.mark.parametrize(("stop", "end"), [("né!", "ab né!"), ("ü", "ab né!ü"), ("</answer>", "")])
 def test_stop_string_is_found_where_the_interruption_cuts_a_character(stop, end, cut):
-    tokenizer = tokenizer_of()
+    # As Llama's, it puts a begin of text before every plain text.
+    tokenizer = byte_tokenizer("", bos_token="<bos>", add_bos_token=True)
     ids = np.array(tokenizer.encode("ab né!ü c", add_special_tokens=False), np.int32)
     prompt = tokenizer.encode("ü né", add_special_tokens=False)
     turn, found = [], StopStrings(tokenizer, prompt, {"stop": [stop]}, [])
@@ -39,10 +28,9 @@ def test_stop_string_is_found_where_the_interruption_cuts_a_character(stop, end,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_pad_the_vocabulary_and_are_masked_change_neither_log_probs_nor_entropy(dtype):
+def test_rows_that_pad_the_vocabulary_change_nothing(dtype):
     torch.manual_seed(0)
     logits, labels = torch.randn(5, 260).to(dtype), torch.randint(0, 260, (5,))
-    padding = torch.full((5, 4), torch.finfo(dtype).min, dtype=dtype)
-    padded = torch.cat([logits, padding], -1)
+    padded = torch.cat([logits, torch.full((5, 4), torch.finfo(dtype).min, dtype=dtype)], -1)
     assert torch.allclose(log_probs_of_labels(padded, labels), log_probs_of_labels(logits, labels), atol=1e-6)
     assert torch.allclose(entropy_of_logits(padded), entropy_of_logits(logits), atol=1e-6)

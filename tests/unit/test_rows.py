@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 
 import datasets
 import pandas as pd
@@ -17,9 +18,6 @@ from tests.unit.shared import settings_of
 ASKED = "what is 3+4?"
 USER = {"role": "user", "content": ASKED}
 SYSTEM = {"role": "system", "content": "be brief"}
-CHATML = """\
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 BRANCHES = """\
 {%- for message in messages %}
 {%- if message.role in ('user', 'system', 'assistant') %}
@@ -66,13 +64,12 @@ def check(tmp_path, resolved_config, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     def run(rows, template=BRANCHES, *overrides, split="train", kind="parquet"):
-        files = {name: tmp_path / f"{name}.{kind if name == split else 'parquet'}" for name in ("train", "val")}
-        pd.DataFrame([row()]).to_parquet(tmp_path / f"{'val' if split == 'train' else 'train'}.parquet")
+        file = tmp_path / f"rows.{kind}"
         if kind == "parquet":
-            pd.DataFrame(rows).to_parquet(files[split])
+            pd.DataFrame(rows).to_parquet(file)
         else:
-            files[split].write_text("".join(json.dumps(each) + "\n" for each in rows))
-        given = f"data.train_files={files['train']}", f"data.val_files={files['val']}", "data.max_prompt_length=512"
+            file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        given = f"data.train_files={file}", f"data.val_files={file}", "data.max_prompt_length=512"
         config = resolved_config("quickstart_cpu", *given, *overrides)
         tokenizer = build_tokenizer()
         tokenizer.chat_template = template
@@ -87,32 +84,22 @@ def check(tmp_path, resolved_config, monkeypatch):
 LOST = {
     "text": (ASKED, BRANCHES, "no messages: 'what is 3"),
     "JSON": (json.dumps([USER]), BRANCHES, "no messages: "),
-    "a list of texts": ([ASKED], BRANCHES, "AttributeError: 'str' object has no attribute 'get'"),
     "no messages": ([], BRANCHES, r"no messages: \[\]"),
     "ShareGPT's keys": ([{"from": "human", "value": ASKED}], BRANCHES, "it does not write {'from': 'human'"),
     "a role that the template has no branch for": ([{"role": "human", "content": ASKED}], BRANCHES, "'role': 'human'"),
     "None as content": ([{"role": "user", "content": None}], FORGIVING, "'content': None"),
     "a path as template": ([USER], "/models/mine/chat_template.jinja", "it does not write {.*what is 3"),
     "a system prompt that the template leaves out": ([SYSTEM, USER], NO_SYSTEM, "it does not write .*be brief"),
-    "a list of parts that a template prints": (
-        [{"role": "user", "content": [{"type": "text", "text": ASKED}]}],
-        PRINTS,
-        "it",
-    ),
-    "a part without its text": (
-        [{"role": "user", "content": [{"type": "text", "value": ASKED}]}],
-        PARTS,
-        "'value': 'what",
-    ),
+    "a list of parts that a template prints": ([IN_PARTS], PRINTS, "it"),
+    "a part without its text": ([{"role": "user", "content": [{"type": "text", "value": ASKED}]}], PARTS, "'value'"),
 }
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize(("prompt", "template", "words"), LOST.values(), ids=LOST)
-def test_row_whose_messages_do_not_reach_the_model_is_refused_by_file_and_number(check, prompt, template, words, split):
-    said = rf"^data.{split}_files=.*{split}.parquet: rows whose prompt is a list of messages.*; row 0 .*{words}"
+def test_row_whose_messages_do_not_reach_the_model_is_refused(check, prompt, template, words):
+    said = r"^data.val_files=.*rows.parquet: rows whose prompt is a list of messages.*; row 0 .*" + words
     with pytest.raises(ConfigError, match=said) as caught:
-        check([row(prompt)] * 3, template, "data.filter_overlong_prompts=False", split=split)
+        check([row(prompt)] * 3, template, "data.filter_overlong_prompts=False", split="val")
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +108,7 @@ READ = {
     "system, tool and JSON": ([SYSTEM, USER, TURN, TOOL], BRANCHES),
     "text that a template strips": ([{"role": "user", "content": f"  {ASKED}\n\n"}], STRIPS),
     "a thought of an earlier turn": ([USER, TURN, USER], THINKS),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": ASKED}, {"type": "text", "text": "now"}]}], PARTS),
+    "parts": ([IN_PARTS], PARTS),
     "a call without content": ([USER, CALL, TOOL, USER], CALLS),
     "an empty system prompt": ([{"role": "system", "content": ""}, USER], BRANCHES),
 }
@@ -132,12 +119,16 @@ def test_row_that_reaches_the_model_is_taken(check, prompt, template):
     assert len(check([row(prompt)] * 3, template, "data.filter_overlong_prompts=False", kind="jsonl")) == 3
 
 
-def test_number_of_a_row_is_that_in_the_file_whatever_verl_has_left_out(check):
+def test_number_of_a_row_is_that_in_the_file(check):
     long = row([{"role": "user", "content": "a" * 600}])
     lost = row([{"role": "human", "content": ASKED}])
     with pytest.raises(ConfigError, match=r"; row 3 .*'role': 'human'"):
         check([long, long, row(), lost, row()])
     assert [*file_rows(check([long, row(), row()]))] == [1, 2]
+
+
+READS = "rows with data_source and reward_model.ground_truth, which .* naive reads; they have no"
+OWN_REWARD = "reward.custom_reward_function.path"
 
 
 @pytest.mark.parametrize(
@@ -146,17 +137,20 @@ def test_number_of_a_row_is_that_in_the_file_whatever_verl_has_left_out(check):
         ({"extra_info": json.dumps({"index": 3})}, "extra_info is a dictionary.*row 0 .*AttributeError: 'str' object"),
         ({"priority": "high"}, "priority a number.*row 0 .*ValueError: invalid literal"),
         ({"images": ["a.png"]}, "images need a model that sees.*row 0 .*AssertionError: processor is needed"),
-        ({"reward_model": json.dumps({"ground_truth": "7"})}, "they have no reward_model.ground_truth"),
+        ({"reward_model": json.dumps({"ground_truth": "7"})}, f"{READS} reward_model.ground_truth"),
+        ({"agent_name": "mine"}, "column agent_name has single_turn_agent, tool_agent; it has mine"),
+        (
+            {"extra_info": {"made": datetime(2026, 1, 1)}},
+            "row 0, column extra_info.made: datetime.datetime cannot be saved: only plain",
+        ),
     ],
 )
 def test_column_that_verl_cannot_read_is_refused(check, columns, words):
     with pytest.raises(ConfigError, match=rf"^data\.train_files=.*{words}"):
-        check([row(**columns)] * 3)
-
-
-@pytest.mark.parametrize("columns", [{"extra_info": None}, {"priority": 3}, {"images": []}])
-def test_column_that_verl_reads_is_taken(check, columns):
-    assert len(check([row(**columns)] * 3)) == 3
+        check([row(**columns)] * 3, BRANCHES, "trainer.save_freq=5")
+    if "datetime" in words:
+        check([row(**columns)], BRANCHES, "trainer.save_freq=-1")
+    assert len(check([row(extra_info=None, priority=3, images=[])] * 3)) == 3
 
 
 def test_file_of_the_same_name_and_time_stamp_brings_its_own_rows(tmp_path, resolved_config, monkeypatch):
@@ -172,10 +166,34 @@ def test_file_of_the_same_name_and_time_stamp_brings_its_own_rows(tmp_path, reso
         assert dataset_of(config, "train", build_tokenizer())[0]["raw_prompt"][0]["content"] == content
 
 
+def test_data_source_without_a_reward_of_verls_needs_one_of_ones_own(check):
+    none, nameless = f"{OWN_REWARD}=null", {key: value for key, value in row().items() if key != "data_source"}
+    with pytest.raises(ConfigError, match=r"function\.path=None: .* none for data_source=mine of data.train_files"):
+        check([row(data_source="openai/gsm8k"), row()], BRANCHES, none)
+    with pytest.raises(ConfigError, match=rf"^data\.train_files=.*{READS} data_source"):
+        check([nameless])
+    known = "openai/gsm8k HuggingFaceH4/MATH-500 math_dapo aime24 codecontests hiyouga/geometry3k searchR1_nq"
+    check([row(data_source=source) for source in known.split()], BRANCHES, none)
+    check([nameless], BRANCHES, none, "reward.reward_model.enable=True")
+    # A loop of the user's own may score its samples itself.
+    check(
+        [nameless], BRANCHES, none, "actor_rollout_ref.rollout.agent.agent_loop_config_path=conf/tools/agent_loops.yaml"
+    )
+
+
+def test_file_or_class_that_makes_no_dataset_is_refused_by_its_key(check, tmp_path):
+    own = "data.custom_cls.path=pkg://math", "data.custom_cls.name=Own"
+    with pytest.raises(ConfigError, match=r"^data\.custom_cls\.path=pkg://math: files, or a class of data.custom_cls"):
+        check([row()], BRANCHES, *own)
+    (tmp_path / "torn.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"^data.train_files=.*that verl can make a dataset of \(Arrow"):
+        check([row()], BRANCHES, f"data.train_files={tmp_path}/torn.parquet")
+
+
 OWN_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=mine"
 
 
-def test_a_loop_of_the_users_own_may_read_a_prompt_of_another_kind_but_messages_must_be_written(check):
+def test_own_loop_may_read_another_kind_of_prompt_but_messages_must_be_written(check):
     check([row(ASKED)], BRANCHES, OWN_LOOP)
     with pytest.raises(ConfigError, match="'role': 'human'"):
         check([row(({"role": "human", "content": ASKED},))], BRANCHES, OWN_LOOP)

@@ -78,6 +78,8 @@ VALUES: dict[str, Any] = {
     "algorithm.kl_ctrl.type": Literal["fixed", "adaptive"],
     "algorithm.kl_ctrl.horizon": FromOne,
     "algorithm.kl_ctrl.target_kl": Positive,
+    # A cap, or two bounds such as 0.5_2.0.
+    "algorithm.rollout_correction.rollout_is_threshold": float | str | None,
     "reward.num_workers": FromOne,
     "actor_rollout_ref.actor.strategy": Literal["fsdp", "fsdp2", "megatron"],
     "actor_rollout_ref.actor.ppo_epochs": FromOne,
