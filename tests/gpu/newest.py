@@ -10,6 +10,8 @@ from tests.gpu.pair import LONG_TAIL
 from tests.gpu.training import TINY, TrainingError, command, speed, steps_of
 from verl_ext.guard import installed_pair
 
+WRONG_RELEASE = 5
+
 
 def reason(terminal: str) -> str:
     """The last line of ``terminal`` that says why the training ended."""
@@ -18,8 +20,14 @@ def reason(terminal: str) -> str:
 
 
 def run(options: Namespace, figures: Figures) -> int:
-    """Train one step of PR on the release that is installed, which its figure names."""
+    """Train one step of PR on the release that is installed.
+
+    ``--vllm`` names the release that is meant: another one that is installed is an error, with ``WRONG_RELEASE``.
+    """
     found = installed_pair()
+    if options.vllm and options.vllm != found.vllm:
+        figures.emit(vllm=found.vllm, error=f"vLLM {options.vllm} was asked for: pack it with --vllm {options.vllm}")
+        return WRONG_RELEASE
     trace = TINY if options.tiny else LONG_TAIL
     task = trace.write(options.scratch)
     asked = command("PR", options.scratch / "runs" / "newest", 1, trace.overrides(task), tiny=options.tiny)

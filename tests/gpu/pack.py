@@ -47,7 +47,7 @@ def requirements(vllm: str | None) -> list[str]:
 def not_carried() -> list[str]:
     """Names of packages that the machine has, or that no experiment uses; beside them all of ``nvidia-*``."""
     lines = (Path(__file__).parent / "not_carried.txt").read_text().splitlines()
-    return [name for line in lines if not line.startswith("#") for name in line.split()]
+    return [line for line in lines if not line.startswith("#")]
 
 
 def sources() -> list[str]:

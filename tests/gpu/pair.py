@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.gpu.figures import Figures
+from tests.gpu.stacks import Sampler
 from tests.gpu.training import ARMS, TINY, Sizes, Trace, command, speed, steps_of
 
 LONG_TAIL = Trace("0.6b", 151_936, median=1000, sigma=0.9, sizes=Sizes(prompts=8, samples=16, seats=128, cap=16_384))
@@ -35,8 +36,9 @@ def _train(arm: str, repeat: int, trace: Trace, task: Path, until: float, option
     """Train ``arm``; how many steps it came to."""
     directory = options.scratch / "runs" / f"pair_{arm}_{repeat}"
     asked = command(arm, directory, STEPS[arm], trace.overrides(task), tiny=options.tiny)
+    sampler = Sampler(options.out / f"stacks_{arm}_{repeat}.txt") if options.stacks else None
     samples, began, step = trace.sizes.prompts * trace.sizes.samples, time.monotonic(), 0
-    for metrics in steps_of(asked, directory, until):
+    for metrics in steps_of(asked, directory, until, sampler):
         step, at_s = metrics["step"], time.monotonic() - began
         figures.emit(arm=arm, repeat=repeat, step=step, at_s=at_s, **speed(metrics, samples))
     return step

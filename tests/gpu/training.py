@@ -15,6 +15,7 @@ from typing import Any
 
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from tests.chaos.victim import kill_session
+from tests.gpu.stacks import Sampler
 
 HERE = Path(__file__).parent
 ARMS = {"noPR": "nopr", "PR": "pr"}
@@ -129,11 +130,14 @@ def command(arm: str, directory: Path, steps: int, overrides: list[str], *, tiny
     return [sys.executable, "-m", "recipe.partial_rollout.main_ppo", "--config-name", "own_job", *chosen.values()]
 
 
-def steps_of(command: list[str], directory: Path, until: float) -> Iterator[dict[str, Any]]:
+def steps_of(
+    command: list[str], directory: Path, until: float, sampler: Sampler | None = None
+) -> Iterator[dict[str, Any]]:
     """Run ``command``, and give verl's metrics of each step as soon as they are logged.
 
     Args:
         until: time of ``time.monotonic`` at which the training is killed; what it has logged by then is given.
+        sampler: samples the stacks of its processes.
 
     Raises:
         TrainingError: it failed.
@@ -151,6 +155,8 @@ def steps_of(command: list[str], directory: Path, until: float) -> Iterator[dict
     try:
         while True:
             ended = process.poll() is not None or time.monotonic() > until
+            if sampler is not None:
+                sampler.attach(process.pid)
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")]
             for line in whole[seen:]:
@@ -165,6 +171,8 @@ def steps_of(command: list[str], directory: Path, until: float) -> Iterator[dict
     finally:
         # An engine that is left would hold the device.
         kill_session(process)
+        if sampler is not None:
+            sampler.stop()
 
 
 def speed(metrics: dict[str, Any], samples: int) -> dict[str, float | int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from verl_ext.guard import enter_recipe
 
 VARIANTS = {"packed": False, "packed, liger": True}
 """by name: verl's ``use_liger``"""
+_KINDS = {
+    "matrix products": re.compile(r"gemm|nvjet|cutlass|cublas|aten::(mm|addmm|bmm)\b", re.IGNORECASE),
+    "attention": re.compile(r"flash|fmha|attn|attention", re.IGNORECASE),
+}
+"""of kernels, by their names; the rest is norms, rotary embeddings, activations, losses and the optimizer"""
 
 
 def run(options: Namespace, figures: Figures) -> int:
@@ -73,7 +79,9 @@ def _measure(name: str, liger: bool, batch: Any, model: Path, tiny: bool, figure
     # The first repeat finds kernels and memory.
     medians = [median(seconds[1:]) for seconds in (passes, updates, optimizer)]
     gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    emit(*medians, median=True, gib=gib)
+    with engine.train_mode():
+        shares = _kernel_shares(engine.train_batch, batch.packed(), loss)
+    emit(*medians, median=True, kernel_shares=shares, gib=gib)
 
 
 def _timed(work: Callable[[], Any], into: list[float]) -> Callable[[], Any]:
@@ -97,3 +105,18 @@ def _seconds(work: Callable[..., Any], *arguments: Any) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def _kernel_shares(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Shares of the time in kernels, by kind; on a CPU of the time in operators."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_device = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU]) as seen:
+        _seconds(work, *arguments)
+    spent = dict.fromkeys([*_KINDS, "rest"], 0.0)
+    for event in seen.key_averages():
+        kind = next((kind for kind, names in _KINDS.items() if names.search(event.key)), "rest")
+        spent[kind] += event.self_device_time_total if on_device else event.self_cpu_time_total
+    return {kind: round(each / sum(spent.values()), 3) for kind, each in spent.items()}

@@ -2,6 +2,9 @@
 
 import json
 import struct
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +12,22 @@ import torch
 from transformers import AutoTokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipe.partial_rollout.tasks.trace_task.prepare import write_model
+from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
+from recipe.partial_rollout.tasks.trace_task.prepare import response_budgets, write_model
 from recipe.partial_rollout.training.loss import masked_parts
-from tests.gpu import counting, figures, judged, pack, parts
+from tests.gpu import counting, figures, judged, pack, parts, stacks
 from tests.gpu.cubins import keep_architecture
+
+
+def test_median_at_the_cap_is_refused(tmp_path, capsys):
+    assert prepare(["--out", str(tmp_path), "--median", "10", "--cap", "10"]) == 2
+    assert capsys.readouterr().err == "--median=10: below --cap=10\n"
+
+
+def test_sigma_lengthens_the_tail_and_keeps_the_median():
+    short, long = (sorted(response_budgets(999, 1000, sigma, 16_384, seed=0)) for sigma in (0.6, 1.2))
+    assert 900 < short[499] < 1100 and 900 < long[499] < 1100
+    assert long[970] > 2 * short[970] and max(long) <= 16_384
 
 
 def test_the_random_model_speaks_verls_qwen3_turns(tmp_path):
@@ -23,16 +38,25 @@ def test_the_random_model_speaks_verls_qwen3_turns(tmp_path):
     assert type(builder).__name__ == "QwenContinuousTokenBuilder"
 
 
-def test_masked_shares_count_every_age_as_the_loss_logs_them():
-    # Of age 0 one of four tokens is outside, of age 1 both, of age 2 and 3 one of two.
-    ages = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 3]])
-    outside = torch.tensor([[True, False, False, False, True, True, True, False]])
+def logged_step(ages, outside):
+    """A step as the trainer logs it, of tokens of these ages; the loss gives the metrics their names."""
+    ages, outside = torch.tensor([ages]), torch.tensor([outside])
     masked = masked_parts(outside, torch.ones(outside.shape), age=ages)
-    older = {"partial_rollout/off_policy_token_fraction": float((ages > 0).float().mean())}
-    logged = {f"partial_rollout/trust_region/{name}": float(each.float().mean()) for name, each in masked.items()}
-    assert judged.masked_shares([SimpleNamespace(metrics=older | logged)] * 2) == pytest.approx((1 / 4, 3 / 4))
+    metrics = {f"partial_rollout/trust_region/{name}": float(each.float().mean()) for name, each in masked.items()}
+    older = float((ages > 0).float().mean())
+    return SimpleNamespace(metrics=metrics | {"partial_rollout/off_policy_token_fraction": older})
+
+
+def test_masked_shares_count_every_age_as_the_loss_logs_them():
+    # Of age 0 one of four is outside, of age 1 both, of age 2 and 3 one of two.
+    step = logged_step([0, 0, 0, 0, 1, 1, 2, 3], [True, False, False, False, True, True, True, False])
+    assert judged.masked_shares([step, step]) == pytest.approx((1 / 4, 3 / 4))
+
+
+def test_masked_shares_of_a_run_that_logs_none_are_an_error():
+    step = SimpleNamespace(metrics={"partial_rollout/off_policy_token_fraction": 0.5})
     with pytest.raises(KeyError, match="trust_region/masked"):
-        judged.masked_shares([SimpleNamespace(metrics=older)])
+        judged.masked_shares([step])
 
 
 def fatbin(*codes):
@@ -73,19 +97,25 @@ def test_parts_make_the_folder_again(packed, tmp_path):
     assert len(list(carried.glob("packages.[0-9]"))) == 4
     assert parts.unpack("packages", carried, tmp_path / "site")
     assert (tmp_path / "site" / "noise").read_bytes() == (folder / "noise").read_bytes()
+    assert not parts.unpack("smollm2", carried, tmp_path / "other")
 
 
-def test_part_that_is_missing_or_of_another_pack_is_named(packed, tmp_path):
+@pytest.mark.parametrize(
+    ("lost", "words"), [("packages.2", r"packages\.2 missing.*carry packages_2"), ("packages.json", "carry the last")]
+)
+def test_missing_part_is_named(packed, tmp_path, lost, words):
     _, carried = packed
-    for damage, words in (
-        (lambda: (carried / "packages.1").write_bytes(b"another"), "different packs"),
-        (lambda: (carried / "packages.2").unlink(), r"packages\.2 missing.*carry packages_2"),
-        (lambda: (carried / "packages.json").unlink(), "carry the last"),
-    ):
-        damage()
-        with pytest.raises(parts.PartsError, match=words):
-            parts.unpack("packages", carried, tmp_path / "site")
+    (carried / lost).unlink()
+    with pytest.raises(parts.PartsError, match=words):
+        parts.unpack("packages", carried, tmp_path / "site")
     assert not (tmp_path / "site").exists()
+
+
+def test_parts_of_two_packs_are_refused(packed, tmp_path):
+    _, carried = packed
+    (carried / "packages.1").write_bytes(b"another")
+    with pytest.raises(parts.PartsError, match="different packs"):
+        parts.unpack("packages", carried, tmp_path / "site")
 
 
 def test_pack_leaves_out_what_the_machine_has_and_takes_another_vllm():
@@ -93,6 +123,11 @@ def test_pack_leaves_out_what_the_machine_has_and_takes_another_vllm():
     names = {line.split("==")[0] for line in lines}
     assert "vllm==0.99.0" in lines and {"verl", "ray", "transformers", "liger-kernel"} <= names
     assert not names & {"torch", "triton", "flashinfer-python", "antlr4-python3-runtime"}
+    assert not any(name.startswith("nvidia-") for name in names)
+    assert [line.split("==")[0] for line in pack.sources()] == list(pack.SOURCES)
+
+
+def test_packages_that_are_left_out_stand_in_the_lock_file():
     locked = {line.split("==")[0] for line in (pack.ROOT / "requirements-gpu.txt").read_text().splitlines()}
     assert {*pack.not_carried(), *pack.SOURCES} <= locked
 
@@ -118,3 +153,25 @@ def test_figures_of_a_run_that_was_cut_off_are_read_but_for_a_torn_line(tmp_path
 )
 def test_counting_is_scored_by_the_numbers_that_are_right_from_the_start(response, score):
     assert counting.compute_score("counting", response, "3 6") == score
+
+
+def test_stacks_are_summed_by_function_and_by_what_it_calls():
+    lines = stacks.summary("main (a.py:1);fit (b.py:2);wait (c.py:3) 30\nmain (a.py:1);fit (b.py:2) 10\n")
+    assert lines[0] == "40 samples"
+    assert "in     75.0% wait (c.py:3)" in lines and "below 100.0% main (a.py:1)" in lines
+
+
+def test_driver_of_a_running_process_is_sampled(tmp_path):
+    program = "import time\ndef busy():\n    while True: sum(range(1000))\nprint(flush=True)\nbusy()"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    sampler = stacks.Sampler(tmp_path / "stacks.txt")
+    try:
+        sampler.attach(process.pid)
+        time.sleep(3)
+    finally:
+        process.kill()
+        sampler.stop()
+    text = (tmp_path / "stacks.txt").read_text()
+    assert text.startswith("== driver\n") and "busy (<string>:3)" in text, text
