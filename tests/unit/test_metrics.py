@@ -105,7 +105,7 @@ def test_bubble_of_a_rollout_that_goes_on_counts_calls_where_they_end():
     calls = CallColumns.joined(ends)
     parts = [structs.replace(phase, calls=calls.within(phase.start, phase.end)) for phase in phases]
     assert bubble_fraction(parts, full=2) == pytest.approx(1 - 31 / 60)
-    assert bubble_of_ended(RolloutPhase(0.0, 20.0, (call(0.0, 30.0),)), full=2) == pytest.approx(0.25)
+    assert bubble_of_ended(RolloutPhase(0.0, 20.0, (call(0.0, 40.0, queued_s=10.0),)), full=2) == pytest.approx(0.25)
 
 
 def test_staleness_counts_from_the_first_generated_token(output):

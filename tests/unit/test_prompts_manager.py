@@ -62,13 +62,14 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
 
 
 def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):
-    m = manager(batch=1, n=1, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, capacity=2)
+    """By the published key alone a new prompt would go first."""
+    m = manager(batch=2, n=1, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, workers=2, capacity=3)
     begin(m)
-    m.claim("w0")
-    finish(m, output, "0/0#0")
-    m.interrupt("0/1#0")
+    assert groups_of(m.claim("w0")) == ["0/0", "0/1"] and groups_of(m.claim("w1", limit=1)) == ["0/2"]
+    finish(m, output, "0/0#0", "0/1#0")
     m.take_batch(stop=False)
-    assert groups_of(m.claim("w0", limit=1)) == ["0/1"]
+    m.release_worker("w1")
+    assert groups_of(m.claim("w0", limit=1)) == ["0/2"]
 
 
 def test_ssim_refills_within_a_round_and_april_tops_up_unfinished_groups_before_one(manager, output):
