@@ -75,6 +75,15 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     assert {"run", "model", "devices", "batch", "writes"} <= said
 
 
+def test_published_pairs_have_scripts_under_their_names():
+    found = {path.stem: path.read_text() for path in SCRIPTS.glob("run_*_*.sh")}
+    for experiment in ("gsm8k_4b_bs128", "dapo_math17k_4b_2node"):
+        for arm in ("nopr", "pr"):
+            text = found.pop(f"run_{experiment.replace('_4b', f'_{arm}_4b')}")
+            assert text.endswith(f'recipe.sh" {experiment} {arm} "$@"\n')
+    assert not found
+
+
 def test_script_lists_experiments_and_arms_when_called_bare():
     done = run_script()
     assert done.returncode == 0 and not done.stderr

@@ -100,12 +100,10 @@ verl.trainer.ppo.core_algos <- trained_rows
     has: get_adv_estimator_fn compute_gae_advantage_return compute_grpo_outcome_advantage
 verl.trainer.ppo.core_algos:AdaptiveKLController <- trainer_run
     has: value
-verl.workers.rollout.replica <- rule
-    has: CONTROL_METHOD_CONCURRENCY
 verl.workers.rollout.replica:TokenOutput <- llm_client observed
     has: token_ids log_probs stop_reason num_preempted extra_fields
-verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer rule
-    has: server_address server_handle workers max_concurrency
+verl.workers.rollout.replica:RolloutReplica <- replicas weight_transfer
+    has: server_address server_handle workers
     calls: abort_all_requests(*, reject_request) resume_generation() sleep()
 verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica <- replica replicas
     has: servers workers server_class gpus_per_replica_node __init__ launch_servers abort_all_requests
