@@ -69,12 +69,6 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none_and_forget
     assert (state["epoch"], state["position"]) == (1, 4)
 
 
-def test_data_smaller_than_a_batch_is_an_error():
-    few = StatefulDataLoader(dataset=ROWS[:3], batch_size=4, drop_last=True, collate_fn=collate_fn)
-    with pytest.raises(ValueError, match=r"fewer rows than data\.train_batch_size"):
-        PromptSource(few, total=4).take(1)
-
-
 def test_slots_of_a_resumed_epoch_are_those_that_are_left_and_end_where_the_data_cannot_fill_another_step():
     trained = []
     for epoch in range(3):

@@ -35,6 +35,7 @@ from recipe.partial_rollout.training.loss import ProximalPolicy
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, SlotLoader
 from tests.unit.shared import state_of
+from verl_ext import tracking_observer
 
 STEPS = 4
 OVERRIDES = (
@@ -91,9 +92,6 @@ class Rollout:
         batch = assemble_batch(groups, slots.non_tensor_batch["uid"][::2], 8, 8, 0)
         batch.meta_info["timing"] = {}
         return batch
-
-    async def end(self):
-        pass
 
     async def finish_step(self):
         self.asked.append("finish")
@@ -297,15 +295,27 @@ def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothi
     assert not life(*validates).stopped
 
 
+FILTERS = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+
+
 def test_data_that_dynamic_sampling_has_consumed_ends_the_training_with_a_checkpoint(
     life, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(Rollout, "exhausted", property(lambda self: self.manager.counters.trained_groups == 4))
-    filters = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
-    trainer = life(*filters, "trainer.save_freq=5")
+    trainer = life(*FILTERS, "trainer.save_freq=5")
     assert log_of(trainer) == [("checkpoint", 2), ("complete", 2)] and not trainer.stopped
     assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_2" and logged_steps(tmp_path) == [1, 2]
     assert f"the data ends after step 2 of {STEPS}" in capsys.readouterr().out
+
+
+def test_trackers_show_a_run_as_failed_whose_last_checkpoint_cannot_be_saved(life, monkeypatch):
+    monkeypatch.setattr(Rollout, "exhausted", property(lambda self: self.manager.counters.trained_groups == 4))
+    monkeypatch.setattr(Rollout, "save", lambda self, path: path.joinpath("no directory").touch())
+    ended = []
+    monkeypatch.setattr(tracking_observer, "finish", lambda tracker, error=None: ended.append(type(error)))
+    with pytest.raises(RuntimeError, match="cannot be saved"):
+        life(*FILTERS, "trainer.save_freq=5")
+    assert ended == [RuntimeError]
 
 
 def test_full_collections_walk_nothing_that_was_there_before_the_first_step(life, monkeypatch):
