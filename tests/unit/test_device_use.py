@@ -70,9 +70,7 @@ def test_devices_of_the_node_are_sampled_if_ray_has_them_all(machine):
 
 
 @pytest.mark.parametrize(("devices", "of_ray", "nvml"), [(0, 0.0, True), (2, 1.0, True), (2, 2.0, False)])
-def test_without_devices_with_some_of_them_or_without_nvml_there_is_no_figure(
-    machine, monkeypatch, devices, of_ray, nvml
-):
+def test_without_all_devices_or_without_nvml_there_is_no_figure(machine, monkeypatch, devices, of_ray, nvml):
     machine(devices, of_ray)
     if not nvml:
         monkeypatch.setitem(sys.modules, "pynvml", None)

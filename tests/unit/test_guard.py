@@ -125,7 +125,7 @@ async def life(**options):
 # -- workers that are lost -----------------------------------------------------------------------------------------------
 
 
-async def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released():
+async def test_dead_worker_is_replaced_under_a_new_name():
     async with life() as one:
         await one.guard.wait(one.guard.set_gate(open=True), "opening the round", key=None)
         main, dead = asyncio.get_running_loop().create_future(), one.workers[1]

@@ -162,7 +162,7 @@ def verls_manager(backend, backend_cls, trainers, replicas):
     return verls
 
 
-def test_trainer_packs_while_engines_decode_and_they_are_held_only_while_they_load():
+def test_trainer_packs_while_engines_decode_and_holds_them_for_the_load():
     run = build()
     for version in (1, 2):
         run.manager.update_weights(version)
@@ -221,7 +221,7 @@ def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(said, re
     asyncio.run(run.transfer.stage(5))
 
 
-def test_error_of_an_engine_is_reported_where_the_trainer_fails_because_of_it():
+def test_error_of_an_engine_is_reported_where_the_trainer_fails_by_it():
     run = build("colocated", "naive", trainer={"error": FULL})
     run.replicas[1].server_handle.weight_sync_error = answering("ValueError: odd shape")
     with pytest.raises(RolloutFailedError, match=r"weight sync of version 4 failed in vLLM replica b: ValueError: odd"):
@@ -266,21 +266,7 @@ def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name(placement):
     assert "version 3 begins" not in run.log, "an engine lacks it"
 
 
-@pytest.mark.parametrize("pr", [True, False])
-def test_dead_replica_is_put_to_sleep_once_and_in_the_baseline_ends_the_run_as_in_verl(pr):
-    run = build("colocated", "naive", pr=pr)
-    alive, dead = run.replicas
-    dead.dies_in, dead.dies_with = "sleep", SERVER_DIED
-    if not pr:
-        with pytest.raises(RayActorError):
-            run.manager.sleep_replicas()
-        return
-    for _ in range(2):
-        run.manager.sleep_replicas()
-    assert (alive.asked, dead.asked) == (["sleep"] * 2, ["sleep"])
-
-
-def test_other_backends_send_in_the_second_part_as_verl_does_but_neither_abort_nor_release(monkeypatch):
+def test_other_backends_send_as_verl_does_without_abort_or_release(monkeypatch):
     """``nccl`` in verl's own ``update_weights``, with verl's workers and groups replaced."""
     log = []
 
