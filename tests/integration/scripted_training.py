@@ -67,14 +67,11 @@ class Control:
     def __init__(self, guard_of):
         self._guard_of = guard_of
 
-    def __len__(self):
-        return WORKERS
-
     async def interrupt(self):
         await self._guard_of().ask("interrupt")
 
     async def resume(self):
-        return None
+        pass
 
     hold = restart_dead = new_preemptions = resume
 
@@ -127,8 +124,8 @@ class ScriptedTraining:
         self.manager = manager.remote(settings, store)
         placed = Placement(placement)
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
-        self.guard = Guard(settings, self.manager, self.workers, None, control, slots, [], StopSignals.of_process())
-        self.driver = Driver(settings, training, source, control, self.recorder, self.manager, store, self.guard)
+        self.guard = Guard(self.recorder, self.manager, self.workers, None, [], StopSignals.of_process())
+        self.driver = Driver(self.recorder, training, source, self.manager, store, self.guard)
         finished(self.guard.start())
         if self.files.checkpoints.chosen is not None:
             finished(self.driver.load(self.files.checkpoints))
@@ -176,7 +173,6 @@ class ScriptedTraining:
 
     def end(self):
         """The training is over."""
-        finished(self.driver.end())
         step = self.files.completed_step
         self.recorder.log.add(Ended(step, complete=True, exhausted=self.exhausted), sync=True)
         self.kill()

@@ -16,7 +16,7 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("placement, then", list(permutations(Placement)))
-def test_every_prompt_is_trained_once_through_a_crash_and_a_change_of_placement(placement, then, tmp_path):
+def test_every_prompt_is_trained_once_through_a_crash_and_a_new_placement(placement, then, tmp_path):
     crashed = ScriptedTraining(tmp_path, placement, STEPS)
     crashed.train(3)
     # Of the next step there is a batch with the trainer, and no checkpoint.
@@ -31,7 +31,7 @@ def test_every_prompt_is_trained_once_through_a_crash_and_a_change_of_placement(
     assert found.violations == [] and found.complete
 
 
-def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_zero(tmp_path):
+def test_separate_engines_train_the_baselines_batches_where_the_bound_is_0(tmp_path):
     bound = ("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
     training = ScriptedTraining(tmp_path, Placement.SEPARATE, STEPS, *bound)
     training.train(STEPS)
@@ -42,7 +42,7 @@ def test_separate_engines_train_the_batches_of_the_baseline_where_the_bound_is_z
 
 
 @pytest.mark.parametrize("retries", ["null", "0"])
-def test_run_that_a_users_bug_ends_says_once_in_which_line_of_their_file_it_is(retries, tmp_path):
+def test_run_that_a_users_bug_ends_says_once_in_which_line_it_is(retries, tmp_path):
     limits = f"partial_rollout.failures.sample_retries={retries}"
     data = [{**row, "path": str(tmp_path / "my_loop.py")} for row in rows(STEPS * BATCH, 5)]
     training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)

@@ -1,7 +1,4 @@
-"""The driver's waits: lost workers are replaced, whoever does not answer is named, and no wait outlasts its deadline.
-
-``tests/integration/test_guard.py`` has real workers that hang or are stopped.
-"""
+"""The driver's waits: lost workers are replaced, whoever does not answer is named, and no wait outlasts its deadline."""
 
 import asyncio
 import contextlib
@@ -22,7 +19,7 @@ from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.rollout import guard as guard_module
 from recipe.partial_rollout.rollout import stop as stop_module
-from recipe.partial_rollout.rollout.guard import Guard, TrainerLostError, WorkerLostError
+from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from tests.unit.shared import InProcess, Local, hangs, settings_of
 
@@ -34,6 +31,7 @@ def asked_again_soon(monkeypatch):
     monkeypatch.setattr(waits, "AGAIN_S", 0.01)
     monkeypatch.setattr(guard_module, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(guard_module, "_WATCH_EVERY_S", 0.002)
+    monkeypatch.setattr(stop_module, "_LOOK_EVERY_S", 0.01)
 
 
 def out_of_reach():
@@ -41,7 +39,7 @@ def out_of_reach():
 
 
 class FakeWorker:
-    """Actor handle: ``serve`` ends when it is told to; ``answers`` says what becomes of each other question."""
+    """Actor handle: ``serve`` ends when it is told to; questions in ``hangs`` get no answer."""
 
     def __init__(self, connected):
         self.ended, self.served, self.asked, self.errors, self.hangs = Future(), 0, [], [], set()
@@ -55,12 +53,9 @@ class FakeWorker:
     def __getattr__(self, verb):
         return SimpleNamespace(remote=partial(self._answer, verb))
 
-    def end(self, error):
-        self.ended.set_exception(error)
-
     async def _answer(self, verb, *args):
         if verb == "connect":
-            await self.connected(*args)
+            await self.connected(self, *args)
             return None
         if self.ended.done() and self.errors == []:
             raise ActorDiedError
@@ -80,34 +75,41 @@ class Life:
         self.connected, self.killed, self.stop = [], [], StopSignals()
         self.connecting_s = 0.0
         self.manager = manager or AsyncMock(**{"release_worker.return_value": 3})
-        handle, tokens = Local(self.manager), itertools.chain(tokens, itertools.repeat(0))
+        tokens = itertools.chain(tokens, itertools.repeat(0))
 
         async def load():
             return {"a": (1, next(tokens))}
 
-        settings = SimpleNamespace(
-            deadlines=deadlines, batch_groups=1, failures=SimpleNamespace(worker_restarts=restarts)
+        failures = SimpleNamespace(worker_restarts=restarts)
+        self.run = SimpleNamespace(
+            settings=SimpleNamespace(deadlines=deadlines, batch_groups=1, failures=failures),
+            control=SimpleNamespace(load=load, servers={"a": "server"}),
+            slots=SimpleNamespace(of_a_worker=lambda workers: 8 // workers),
         )
-        self.control = SimpleNamespace(load=load, servers={"a": "server"})
-        slots = SimpleNamespace(of_a_worker=lambda workers: 8 // workers)
-        self.guard = Guard(settings, handle, self.workers, self._spawn, self.control, slots, trainers, self.stop)
+        self.guard = Guard(self.run, Local(self.manager), self.workers, self._spawn, trainers, self.stop)
 
     def _spawn(self):
         return FakeWorker(self._connect)
 
-    async def _connect(self, name, manager, slots, servers, place):
+    async def _connect(self, worker, name, manager, slots, servers, place):
+        # Until it has started it answers nothing.
+        worker.hangs.add("__ray_ready__")
         await asyncio.sleep(self.connecting_s)
+        worker.hangs.clear()
         assert (slots, servers) == (4, {"a": "server"}) and place in (0.0, 0.5)
         self.connected.append(name)
 
-    def _kill(self, worker):
+    def kill(self, worker):
         self.killed.append(worker)
-        worker.end(ActorDiedError())
+        worker.ended.set_exception(ActorDiedError())
 
     @property
     def released(self):
         """Names of the workers whose samples the manager has taken back."""
         return [name for (name,), _ in self.manager.release_worker.call_args_list]
+
+    def batch(self, awaitable=None):
+        return self.guard.wait_batch(awaitable or hangs(), 1, 0.0)
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +117,7 @@ async def life(**options):
     one = Life(**options)
     await one.guard.start()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(guard_module.ray, "kill", one._kill)
+        patched.setattr(guard_module.ray, "kill", one.kill)
         async with asyncio.timeout(5):
             yield one
 
@@ -123,23 +125,22 @@ async def life(**options):
 # -- workers that are lost -----------------------------------------------------------------------------------------------
 
 
-async def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_released():
+async def test_dead_worker_is_replaced_under_a_new_name():
     async with life() as one:
-        await one.guard.wait(one.guard.open_round(), "opening the round", key=None)
+        await one.guard.wait(one.guard.set_gate(open=True), "opening the round", key=None)
         main, dead = asyncio.get_running_loop().create_future(), one.workers[1]
-        waiting = asyncio.create_task(one.guard.wait_batch(main, 1, 0.0))
+        waiting = asyncio.create_task(one.batch(main))
         await asyncio.sleep(0.01)
-        dead.end(RayActorError())
+        dead.ended.set_exception(RayActorError())
         await asyncio.sleep(0.05)
         assert not waiting.done() and one.workers[1] is not dead
         assert one.connected == ["agent_loop_worker_0", "agent_loop_worker_1", "agent_loop_worker_1.2"]
         assert one.released == ["agent_loop_worker_1"] and one.guard.restarted == 1
         assert one.workers[1].asked[0] == ("open_round",)
         main.set_result("complete")
-        one.workers[0].end(RayActorError())
-        assert await waiting == "complete" and await one.guard.ask("close_round") == ["close_round"], (
-            "who lives answers"
-        )
+        one.workers[0].ended.set_exception(RayActorError())
+        assert await waiting == "complete"
+        assert await one.guard.ask("close_round") == ["close_round"], "the one who lives answers"
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,12 @@ async def test_dead_worker_is_replaced_under_a_new_name_and_its_samples_are_rele
 )
 async def test_worker_that_fails_or_dies_once_too_often_ends_the_wait_by_name(error, restarts, said):
     async with life(restarts=restarts) as one:
-        one.workers[0].end(error)
-        with pytest.raises(WorkerLostError, match=said):
+        one.workers[0].ended.set_exception(error)
+        with pytest.raises(RolloutFailedError, match=said):
             await one.guard.wait(hangs(), "the round", key=None)
 
 
-async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again_and_goes_on():
+async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again():
     async with life() as one:
         worker, other = one.workers
         lost, worker.ended, worker.errors = worker.ended, Future(), [out_of_reach()]
@@ -169,13 +170,13 @@ async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again_and_goes
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_or_by_a_stop(monkeypatch, stopped):
-    monkeypatch.setattr(stop_module, "_LOOK_EVERY_S", 0.01)
-    async with life(deadlines=Deadlines(interrupt_s=5)) as one:
-        dead, one.connecting_s = one.workers[1], 0.1
-        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(9 if stopped else 0.04, "complete"), 1, 0.0))
+async def test_replacement_that_began_is_whole_when_the_wait_ends(stopped):
+    """And a worker that starts for longer than an answer may take is not ended."""
+    async with life() as one:
+        dead, one.connecting_s = one.workers[1], 2 * QUICK.interrupt_s
+        waiting = asyncio.create_task(one.batch(asyncio.sleep(9 if stopped else 0.3, "complete")))
         await asyncio.sleep(0.01)
-        dead.end(RayActorError())
+        dead.ended.set_exception(RayActorError())
         await asyncio.sleep(0.01)
         if stopped:
             one.stop._number = signal.SIGTERM
@@ -183,38 +184,16 @@ async def test_replacement_that_began_is_whole_when_the_wait_ends_by_its_answer_
             assert await waiting == "complete"
         new = one.workers[1]
         assert new is not dead and one.connected[-1] == "agent_loop_worker_1.2" and new.served == 1
-        assert await one.guard.ask("flush") == ["flush"] * 2 and one.guard.restarted == 1
+        assert await one.guard.ask("flush") == ["flush"] * 2 and one.guard.restarted == 1 and one.killed == []
 
 
 async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
     said = r"agent_loop_worker_0 did not answer ray_ready within 0.2.* \(partial_rollout.deadlines.interrupt_s=0.2\)"
     async with life(restarts=0) as one:
         one.workers[0].hangs.add("__ray_ready__")
-        with pytest.raises(WorkerLostError, match=rf"{said}.*restarts=0"):
-            await one.guard.wait_batch(hangs(), 1, 0.0)
+        with pytest.raises(RolloutFailedError, match=rf"{said}.*restarts=0"):
+            await one.batch()
         assert one.killed == [one.workers[0]]
-
-
-async def test_worker_that_starts_for_longer_than_an_answer_may_take_is_not_ended():
-    """It answers nothing until it has started, for which it has twenty minutes."""
-    async with life() as one:
-
-        def slow():
-            async def connect(*given):
-                await one._connect(*given)
-                worker.hangs.clear()
-
-            worker = FakeWorker(connect)
-            worker.hangs.add("__ray_ready__")
-            return worker
-
-        one.guard._spawn, one.connecting_s = slow, 3 * QUICK.interrupt_s
-        waiting = asyncio.create_task(one.guard.wait_batch(asyncio.sleep(5 * QUICK.interrupt_s, "complete"), 1, 0.0))
-        await asyncio.sleep(0.01)
-        one.workers[1].end(RayActorError())
-        assert await waiting == "complete"
-        assert one.killed == [] and one.connected[-1] == "agent_loop_worker_1.2"
-        assert await one.guard.ask("flush") == ["flush"] * 2
 
 
 async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(monkeypatch):
@@ -223,7 +202,7 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
         hung = one.workers[0]
         hung.hangs.add("close_round")
         asyncio.get_running_loop().call_later(0.05, setattr, one.stop, "_number", signal.SIGTERM)
-        await one.guard.wait(one.guard.ask("close_round"), "closing the round", key=None)
+        await one.guard.wait(one.guard.set_gate(open=False), "closing the round", key=None)
         await one.guard.wait(asyncio.sleep(0.02), "the next wait", key=None)
         assert one.workers[0] is hung and one.released == ["agent_loop_worker_0"], "its samples go into the checkpoint"
         assert await one.guard.ask("flush") == ["flush"]
@@ -235,7 +214,7 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
 async def test_manager_that_does_not_answer_ends_the_round():
     async with life(manager=AsyncMock(**{"standing.side_effect": hangs})) as one:
         with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):
-            await one.guard.wait_batch(hangs(), 1, 0.0)
+            await one.batch()
 
 
 def trainer(*script):
@@ -245,19 +224,12 @@ def trainer(*script):
 
 
 async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
-    async with life(trainers=[trainer(), trainer(None, ActorDiedError())]) as one:
+    async with life(trainers=[trainer(out_of_reach()), trainer(None, ActorDiedError())]) as one:
         batch = asyncio.ensure_future(hangs())
-        with pytest.raises(TrainerLostError, match=r"trainer 1 of 2 died during the round: ActorDiedError"):
-            await one.guard.wait_batch(batch, 1, 0.0)
+        with pytest.raises(RolloutFailedError, match=r"trainer 1 of 2 died during the round: ActorDiedError"):
+            await one.batch(batch)
         await asyncio.wait([batch])
         assert batch.cancelled()
-
-
-async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
-    away = trainer(out_of_reach())
-    async with life(trainers=[away]) as one:
-        assert await one.guard.wait_batch(asyncio.sleep(0.2, "ready"), 1, 0.0) == "ready"
-        assert away.__ray_ready__.remote.await_count > 2
 
 
 # -- engines that decode keep the stall away -----------------------------------------------------------------------------
@@ -273,17 +245,17 @@ async def test_trainer_that_is_out_of_reach_for_a_moment_ends_nothing():
         ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 0),
     ],
 )
-async def test_manager_is_told_of_engines_that_make_tokens_and_not_of_those_that_make_none(readings, progress):
+async def test_manager_is_told_of_engines_that_make_tokens(readings, progress):
     async with life() as one:
         loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
-        one.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
+        one.run.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
         with pytest.raises(asyncio.CancelledError):
-            await one.guard.wait_batch(hangs(), 1, 0.0)
+            await one.batch()
         told = [decoded for (decoded,), _ in one.manager.standing.call_args_list]
         assert sum(told) == progress and len(told) == len(readings) - 1
 
 
-async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_its_deadline_then(prompts):
+async def test_round_of_one_long_response_lasts_while_it_is_decoded(prompts):
     actor = ManagerActor(settings_of(overlap=0.0, stall_s=QUICK.stall_s), InProcess())
     await actor.register_worker("w0", 4)
     await actor.begin_version(0, prompts(1), False)
@@ -292,5 +264,5 @@ async def test_round_of_one_long_response_lasts_while_it_is_decoded_and_ends_by_
     one = Life(manager=actor, tokens=itertools.chain(range(50), itertools.repeat(50)))
     began = time.monotonic()
     with pytest.raises(RolloutFailedError, match=r"no sample reported and no engine made a token for .*; 1 unfinished"):
-        await asyncio.wait_for(one.guard.wait_batch(actor.wait_batch(True), 1, 0.0), 5)
+        await asyncio.wait_for(one.batch(actor.wait_batch(True)), 5)
     assert time.monotonic() - began > 3 * QUICK.stall_s

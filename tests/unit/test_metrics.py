@@ -17,7 +17,7 @@ from recipe.partial_rollout.records.figures import (
     spread,
 )
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, TrainedGroup
-from recipe.partial_rollout.rollout.recorder import batch_metrics, length_metrics, phase_metrics
+from recipe.partial_rollout.rollout.recorder import batch_metrics, phase_metrics
 from recipe.partial_rollout.tasks.answers import compute_score
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
@@ -34,25 +34,6 @@ def metrics_of(trained_at, *groups):
     return batch_metrics(groups, [TrainedGroup.of(group, trained_at) for group in groups], trained_at)
 
 
-def test_tools_are_shown_where_there_are_any(output):
-    def used(tool_s, untrained=0):
-        metrics = {"tool_calls": tool_s, "generate_sequences": 3.0, "untrained_tokens": untrained}
-        timed = replace(output(4), metrics=metrics, num_turns=6)
-        return metrics_of(5, taken(timed, timed))
-
-    assert not any(name.startswith("agent/") for name in used(0.0))
-    assert used(0.0, untrained=7)["agent/untrained_tokens"] == used(1.0, untrained=7)["agent/untrained_tokens"] == 14
-    shown = used(1.0)
-    assert (shown["agent/turns"], shown["agent/tool_s"], shown["agent/tool_share"]) == (6, 1.0, 0.25)
-
-
-def test_lengths_spread_over_the_batch_and_within_a_group(output):
-    # Lengths 2, 4 and 10, 12: the group's sigma is 1 in both, the batch's that of the four.
-    groups = [taken(*map(output, lengths), order=i) for i, lengths in enumerate([(2, 4), (10, 12)])]
-    shown = length_metrics([TrainedGroup.of(group, 5) for group in groups])
-    assert shown == {"length/sigma_batch": pytest.approx(17**0.5), "length/sigma_group": pytest.approx(1)}
-
-
 def test_samples_that_several_versions_made_are_counted_with_all_their_tokens(output):
     def of_versions(*versions):
         return replace(output(len(versions)), versions=np.array(versions, np.int32))
@@ -65,27 +46,12 @@ def test_samples_that_several_versions_made_are_counted_with_all_their_tokens(ou
     assert (old["staleness/mixed_samples"], old["staleness/mixed_tokens"]) == (0, 0)
 
 
-def test_share_found_in_the_cache_is_of_what_later_turns_read_again():
-    def share(*figures):
-        calls = [call(0.0, 1.0, resumed_tokens=lost, earlier_tokens=earlier) for lost, earlier in figures]
-        return phase_metrics(RolloutPhase(0.0, 1.0, calls), 2).get("agent/kv_hit_share")
-
-    # The second resumes an interrupted turn.
-    assert share((20, 60), (500, 0), (0, 40)) == pytest.approx(0.8)
-    assert share((500, 0)) is None
-
-
-@pytest.mark.parametrize(
-    ("end", "calls", "full", "bubble"),
-    [
-        # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
-        (10.0, [call(0, 10), call(0, 10, queued_s=6.0)], 2, 6 / 20),
-        (10.0, [call(0, 4, queued_s=9.0, tokens=0)], 1, 1.0),
-        (0.0, [], 1, None),
-    ],
-)
-def test_slot_is_empty_while_the_engine_queues_its_request(end, calls, full, bubble):
-    assert bubble_fraction([RolloutPhase(0.0, end, calls)], full) == (bubble and pytest.approx(bubble))
+def test_request_that_the_engine_queues_takes_no_slot():
+    # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
+    phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
+    assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
+    aborted = call(0, 4, queued_s=9.0, tokens=0)
+    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0
 
 
 def test_curve_has_a_row_for_each_replica_and_p95_is_a_value_that_occurs():

@@ -11,11 +11,8 @@ import torch
 import verl  # noqa: F401  its plugins register the attention
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
-from transformers.masking_utils import create_causal_mask
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.tasks.clock10.model import build_config
-from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext import packed_attention
 
@@ -60,13 +57,6 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(window, checkpoi
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_lengths_of_a_row_are_found_once_a_pass_and_a_padding_of_its_own_is_a_sequence():
-    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 5, 6]])
-    lengths, bounds = packed_attention.row_of(positions)
-    assert lengths == [3, 1, 2, 2] and bounds.tolist() == [0, 3, 4, 6, 8] and bounds.dtype == torch.int32
-    assert packed_attention.row_of(positions)[1] is bounds
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -99,31 +89,6 @@ def test_a_critic_is_built_with_the_attention_of_its_config(tmp_path, monkeypatc
         verls.load_valuehead_model.__wrapped__(*arguments)
 
 
-def test_transformers_own_attention_still_masks_the_whole_row():
-    """The day that it does not, this attention may go."""
-    _, row, positions = packed_row()
-    config = model("sdpa").config
-    mask = create_causal_mask(
-        config=config,
-        inputs_embeds=torch.zeros(1, row.shape[1], 64),
-        attention_mask=None,
-        past_key_values=None,
-        position_ids=positions,
-    )
-    assert mask.shape[-2:] == (sum(LENGTHS), sum(LENGTHS))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_cuda_the_kernel_agrees_with_one_after_another():
-    torch.manual_seed(0)
-    row = list(LENGTHS), torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32).cuda()
-    heads = tuple(torch.randn(1, number, sum(LENGTHS), 64).cuda().bfloat16() for number in (4, 2, 2))
-    for window in (None, 8):
-        found = packed_attention._in_one_kernel(heads, row, 0.125, window)
-        wanted = packed_attention._one_by_one(tuple(each.float() for each in heads), row, 0.125, window)
-        torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)
-
-
 # -- which attention a model is built with -----------------------------------------------------------------------------
 
 
@@ -151,9 +116,7 @@ def in_force(config, path="actor_rollout_ref.model"):
 
 
 @pytest.mark.parametrize(("packs", "chosen"), [(True, "packed"), (False, "sdpa")])
-def test_without_flash_attn_torchs_attention_packs_unless_told_not_to_and_is_said_in_one_line(
-    choose, capsys, packs, chosen
-):
+def test_without_flash_attn_torchs_attention_packs_unless_told_not_to(choose, capsys, packs, chosen):
     config = choose("algorithm.adv_estimator=gae", f"actor_rollout_ref.model.use_remove_padding={packs}")
     assert in_force(config) == in_force(config, "critic.model") == (chosen, packs)
     # copied by an interpolation
@@ -195,19 +158,6 @@ def test_what_needs_flash_attn_is_refused_without_it(choose):
         choose(parallel)
     with pytest.raises(ConfigError, match=f"{parallel}: 1 with any attention but flash_attention_2"):
         choose(f"+{KEY}=sdpa", parallel, problem=None)
-
-
-def test_model_with_verls_default_attention_is_still_refused_without_flash_attn(monkeypatch):
-    """The day that it can be built, choosing is no longer needed."""
-    if packed_attention.flash_attn_problem() is None:
-        pytest.skip("flash-attn is installed here")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ImportError, match="FlashAttention2"):
-        AutoModelForCausalLM.from_config(
-            build_config(), attn_implementation=packed_attention.FLASH, dtype=torch.bfloat16
-        )
-    assert machine.flash_attention().said == "packed: flash-attn is not installed"
-    assert not machine.flash_attention().stops
 
 
 def test_flash_attn_built_for_another_torch_counts_as_missing(monkeypatch):

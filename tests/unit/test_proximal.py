@@ -53,15 +53,8 @@ def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(comp
     assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
 
 
-def test_loss_and_trainer_have_the_same_policy():
-    assert build() == ProximalPolicy(True, "token", 2.0)
-    assert build(from_update=False) == ProximalPolicy(False, "token", 2.0)
-
-
 @pytest.mark.parametrize(("step", "passes"), [(1, True), (2, False), (10, False), (11, True)])
-def test_verl_bypasses_its_pass_where_the_update_gives_the_log_probs_and_the_loss_knows_the_version(
-    monkeypatch, composed_config, step, passes
-):
+def test_verl_bypasses_its_pass_where_the_update_gives_the_log_probs(monkeypatch, composed_config, step, passes):
     """``fit`` reads ``bypass_mode`` in each step, and then takes the engines' log-probs for its own."""
     monkeypatch.setattr(RayPPOTrainer, "_get_gen_batch", lambda self, batch: batch)
     config, trainer = composed_config("quickstart_cpu"), object.__new__(PartialRolloutRayPPOTrainer)

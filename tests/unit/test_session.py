@@ -30,10 +30,9 @@ def call(tokens, context):
         (slots(), 37, "KV cache holds 21,504 tokens, a sample is estimated at 576", 8),
         (slots(kv=10_000_000), 128, "max_num_seqs=128", 128),
         (slots(kv=100), 1, "KV cache holds 100 tokens", 1),
-        (slots(40, given=True), 40, "WARNING.*it holds 37 such samples", 40),
-        (slots(30, given=True), 30, "^(?!.*WARNING)", 30),
+        (slots(40, given=True), 40, r"\(partial_rollout.slots_per_replica;", 40),
         # The engine has all its seats.
-        (slots(kv=None), 128, "does not say", 128),
+        (slots(kv=None), 128, "unknown number", 128),
     ],
 )
 def test_scarce_kv_bounds_the_slots_that_are_not_given_and_the_line_says_why(chosen, per_replica, said, measured):

@@ -21,7 +21,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from recipe.partial_rollout import main_ppo
-from recipe.partial_rollout.checkpoint import manifest, run_checkpoints
+from recipe.partial_rollout.checkpoint import run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
@@ -35,6 +35,7 @@ from recipe.partial_rollout.training.loss import ProximalPolicy
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, SlotLoader
 from tests.unit.shared import state_of
+from verl_ext import tracking_observer
 
 STEPS = 4
 OVERRIDES = (
@@ -91,9 +92,6 @@ class Rollout:
         batch = assemble_batch(groups, slots.non_tensor_batch["uid"][::2], 8, 8, 0)
         batch.meta_info["timing"] = {}
         return batch
-
-    async def end(self):
-        pass
 
     async def finish_step(self):
         self.asked.append("finish")
@@ -287,7 +285,7 @@ def test_stop_in_a_validation_completes_the_training_or_tells_the_step(life, tmp
     assert steps_of(tmp_path) == saved
 
 
-def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothing_from_scratch(life, tmp_path):
+def test_stop_before_the_first_step_saves_only_what_was_resumed(life, tmp_path):
     validates = ("trainer.val_before_train=True", "trainer.save_freq=1")
     fresh = life(*validates, stop_at=("before validation", 0))
     assert fresh.stopped and log_of(fresh) == [("stopped", 0)] and not list(tmp_path.glob("global_step_*"))
@@ -297,35 +295,31 @@ def test_stop_in_the_validation_before_training_saves_what_was_resumed_and_nothi
     assert not life(*validates).stopped
 
 
-def test_data_that_dynamic_sampling_has_consumed_ends_the_training_with_a_checkpoint(
-    life, tmp_path, monkeypatch, capsys
-):
+FILTERS = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+
+
+def test_data_that_the_filter_has_consumed_ends_with_a_checkpoint(life, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Rollout, "exhausted", property(lambda self: self.manager.counters.trained_groups == 4))
-    filters = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
-    trainer = life(*filters, "trainer.save_freq=5")
+    trainer = life(*FILTERS, "trainer.save_freq=5")
     assert log_of(trainer) == [("checkpoint", 2), ("complete", 2)] and not trainer.stopped
     assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_2" and logged_steps(tmp_path) == [1, 2]
     assert f"the data ends after step 2 of {STEPS}" in capsys.readouterr().out
 
 
-def test_full_collections_walk_nothing_that_was_there_before_the_first_step(life, monkeypatch):
-    frozen = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
-    trainer = life(stop_at=("round", 1))
-    assert trainer.stopped and frozen == [True]
+def test_trackers_show_a_run_whose_last_save_fails_as_failed(life, monkeypatch):
+    monkeypatch.setattr(Rollout, "exhausted", property(lambda self: self.manager.counters.trained_groups == 4))
+    monkeypatch.setattr(Rollout, "save", lambda self, path: path.joinpath("no directory").touch())
+    ended = []
+    monkeypatch.setattr(tracking_observer, "finish", lambda tracker, error=None: ended.append(type(error)))
+    with pytest.raises(RuntimeError, match="cannot be saved"):
+        life(*FILTERS, "trainer.save_freq=5")
+    assert ended == [RuntimeError]
 
 
-def test_round_is_finished_once_a_step_after_the_update_and_before_whoever_needs_it(life):
+def test_round_is_finished_once_after_the_update_of_its_step(life):
     trainer = life(*VALIDATES, "trainer.save_freq=1")
     step = ["finish", "a checkpoint", "validation", "its figures"]
     assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
-
-
-def test_round_of_a_step_without_an_actor_update_is_finished_before_its_validation_or_its_log(life):
-    for validates, step in ((VALIDATES, ["finish", "validation", "its figures"]), ((), ["finish", "its figures"])):
-        trainer = life(*validates, f"trainer.critic_warmup={STEPS + 1}", "trainer.test_freq=-1", *validates)
-        assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
-        assert trainer.async_rollout_manager.manager.counters.trained_groups == 2 * STEPS
 
 
 ADAPTIVE = (
@@ -343,7 +337,7 @@ def penalized(batch, kl_ctrl, kl_penalty):
     return batch, {}
 
 
-def test_adaptive_coefficient_of_the_kl_penalty_goes_on_where_the_checkpoint_left_it(life, monkeypatch):
+def test_adaptive_kl_coefficient_goes_on_where_the_checkpoint_left_it(life, monkeypatch):
     monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
     values = [0.1 * 1.08**step for step in range(STEPS + 1)]
     first = life(*ADAPTIVE, "trainer.save_freq=1", stop_at=("round", 3))
@@ -362,7 +356,7 @@ def test_coefficient_that_a_checkpoint_lacks_starts_over_and_is_told(life, monke
     assert "global_step_2 has no coefficient of algorithm.kl_ctrl: it starts at 0.1" in capsys.readouterr().out
 
 
-def test_error_log_has_what_samples_raised_and_a_run_that_starts_well_leaves_none(life, tmp_path, monkeypatch, capsys):
+def test_error_log_has_what_samples_raised(life, tmp_path, monkeypatch, capsys):
     def refuse(self, batch):
         # As it may quote a row.
         raise RuntimeError("no update") from ValueError("\ud800")
@@ -398,11 +392,6 @@ def test_validation_alone_trains_nothing_and_leaves_the_run_as_it_is(life, tmp_p
     assert not life("trainer.save_freq=1").stopped and logged_steps(tmp_path) == list(range(1, STEPS + 1))
 
 
-def test_validation_alone_that_is_stopped_ends_as_stopped(life, tmp_path):
-    life("trainer.save_freq=1", stop_at=("round", 3))
-    assert life("trainer.val_only=True", stop_at=("validating", 2)).stopped
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -423,9 +412,7 @@ LIMITS = [("trainer.max_actor_ckpt_to_keep=2", 2), ("+trainer.remove_previous_ck
 
 
 @pytest.mark.parametrize(("limit", "kept"), LIMITS)
-def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole(
-    life, tmp_path, monkeypatch, limit, kept
-):
+def test_kill_before_the_seal_leaves_the_older_checkpoints_whole(life, tmp_path, monkeypatch, limit, kept):
     def seal(step_dir, made, seal=run_checkpoints.seal):
         return kill() if made.step == STEPS else seal(step_dir, made)
 
@@ -438,17 +425,7 @@ def test_kill_between_verls_save_and_the_seal_leaves_the_older_checkpoints_whole
     assert RunCheckpoints(tmp_path).chosen == tmp_path / f"global_step_{STEPS - 1}"
 
 
-@pytest.mark.parametrize(("limit", "kept"), LIMITS)
-def test_process_that_resumes_removes_what_the_one_before_could_not(life, tmp_path, monkeypatch, limit, kept):
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run_checkpoints.shutil, "rmtree", kill)
-        life(limit, SAVES)
-    assert steps_of(tmp_path) == list(range(1, kept + 2))
-    life(limit, SAVES)
-    assert steps_of(tmp_path) == list(range(STEPS + 1 - kept, STEPS + 1))
-
-
-def test_without_a_limit_of_the_whole_everything_stays_also_under_a_later_limit(life, tmp_path):
+def test_what_was_saved_without_a_limit_stays_under_a_later_limit(life, tmp_path):
     life(SAVES, "trainer.max_critic_ckpt_to_keep=1", stop_at=("round", 3))
     life(SAVES, "trainer.max_actor_ckpt_to_keep=1")
     assert steps_of(tmp_path) == [1, 2, STEPS], "what was saved without a limit is not the limit's to remove"
@@ -456,14 +433,6 @@ def test_without_a_limit_of_the_whole_everything_stays_also_under_a_later_limit(
     assert claim_retention(limits.copy(), critic=True) == 2, "a checkpoint is kept as a whole"
     limits.max_critic_ckpt_to_keep = None
     assert claim_retention(limits, critic=True) is None
-
-
-def test_resume_checks_each_file_once(life, monkeypatch):
-    life(SAVES, stop_at=("round", 3))
-    read = []
-    monkeypatch.setattr(manifest, "_checksum", lambda path, of=manifest._checksum: read.append(path.name) or of(path))
-    life("trainer.save_freq=-1", stop_at=("round", 3))
-    assert len(read) == 2 and {name.partition("-")[0] for name in read} == {"manager", "source"}
 
 
 @pytest.mark.parametrize(("stop_at", "step"), [(None, 2), (("round", 2), 1)], ids=["new step", "same step again"])

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import ray
 from tqdm import tqdm
 
-EVERY_S = 0.5
-"""seconds between samples; NVML's own are over the last sixth of a second to a second"""
+_KEPT = 100_000
+"""samples; at the usual interval those of the last fourteen hours"""
 
 
 class DeviceUse:
@@ -19,12 +19,12 @@ class DeviceUse:
 
     Args:
         sample: the share of time, 0 to 1, in which a kernel ran: mean over the devices.
-        every_s: seconds between samples.
+        every_s: seconds between samples; NVML's own are over the last sixth of a second to a second.
     """
 
-    def __init__(self, sample: Callable[[], float], every_s: float = EVERY_S) -> None:
+    def __init__(self, sample: Callable[[], float], every_s: float = 0.5) -> None:
         self._sample, self._every_s = sample, every_s
-        self._seen: deque[tuple[float, float]] = deque()
+        self._seen: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         """unix seconds and share"""
         threading.Thread(target=self._watch, name="device use", daemon=True).start()
 
@@ -37,13 +37,11 @@ class DeviceUse:
             # Not torch, which counts what Ray leaves visible to this process: none.
             pynvml.nvmlInit()
             devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            node = ray.get_runtime_context().get_node_id()
+            of_ray = sum(int(each["Resources"].get("GPU", 0)) for each in ray.nodes() if each["NodeID"] == node)
         except Exception:
             # No package, library, driver or right to ask: whatever it is, a run needs no such figure.
             return None
-        if not ray.is_initialized():
-            return None
-        node = ray.get_runtime_context().get_node_id()
-        of_ray = sum(int(each["Resources"].get("GPU", 0)) for each in ray.nodes() if each["NodeID"] == node)
         if not devices or of_ray != len(devices):
             return None
 
@@ -54,11 +52,8 @@ class DeviceUse:
         return cls(sample)
 
     def within(self, start: float, end: float) -> float | None:
-        """Mean share from ``start`` to ``end`` (unix seconds), None without a sample; forgets what is before ``end``."""
-        seen = list(self._seen)
-        for _ in range(sum(at <= end for at, _ in seen)):
-            self._seen.popleft()
-        shares = [share for at, share in seen if start <= at <= end]
+        """Mean share from ``start`` to ``end`` (unix seconds), None without a sample."""
+        shares = [share for at, share in list(self._seen) if start <= at <= end]
         return sum(shares) / len(shares) if shares else None
 
     def _watch(self) -> None:

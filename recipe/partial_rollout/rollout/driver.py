@@ -49,7 +49,7 @@ A sample can call an engine while three gates allow it. In colocated placement t
     next_batch: open     OPEN     open         decode
 
 In separate placement samples run on while the trainer has its batch, and no gate closes. A weight sync *holds* the engines:
-they stop between two tokens, load, and go on with the same samples. Only a checkpoint or the end of training aborts them,
+they stop between two tokens, load, and go on with the same samples. Only a checkpoint or a stop aborts them,
 so that the manager knows every token::
 
     colocated   engines   |decode=============|abort            load|decode====
@@ -80,15 +80,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
 from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup
-from recipe.partial_rollout.records.run_log import Begin, Phase
+from recipe.partial_rollout.records.run_log import Begin
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, StepBatch
-from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.waits import finished, result_of
 
@@ -99,12 +96,9 @@ _LAST_WORDS_S = 10.0
 
 
 def connect(
-    settings: PartialRolloutConfig,
+    recorder: Recorder,
     steps: TrainingSteps,
     source: PromptSource,
-    control: ServerControl,
-    slots: ReplicaSlots,
-    recorder: Recorder,
     *,
     workers: list[Any],
     spawn: Callable[[], Any],
@@ -116,14 +110,15 @@ def connect(
     Args:
         workers, spawn, trainers, stop: see ``Guard``. The others: see ``Driver``.
     """
+    settings = recorder.settings
     store = RayObjects(settings.deadlines.interrupt_s)
     # With dynamic sampling it is unknown how many prompts the training will consume, only how many it will train.
     bounded = settings.group_filter is not None and settings.drain
     train_groups = steps.last * settings.batch_groups if bounded else None
     manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
-    guard = Guard(settings, manager, workers, spawn, control, slots, trainers, stop)
+    guard = Guard(recorder, manager, workers, spawn, trainers, stop)
     finished(guard.start())
-    return Driver(settings, steps, source, control, recorder, manager, store, guard)
+    return Driver(recorder, steps, source, manager, store, guard)
 
 
 def on_this_node(actor_class: Any) -> Any:
@@ -140,9 +135,8 @@ class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
+        recorder: of the run; has its settings and replicas.
         source: the run's prompts.
-        control: the replicas.
-        recorder: of the run.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
         guard: of the agent-loop workers, which are connected to ``manager``.
@@ -150,22 +144,18 @@ class Driver:
 
     def __init__(
         self,
-        settings: PartialRolloutConfig,
+        recorder: Recorder,
         steps: TrainingSteps,
         source: PromptSource,
-        control: ServerControl,
-        recorder: Recorder,
         manager: Any,
         store: RayObjects,
         guard: Guard,
     ) -> None:
-        self._settings, self._steps, self._source = settings, steps, source
-        self._control, self._recorder = control, recorder
-        self._stops = not settings.separate
-        """whether the engines stop after each batch"""
+        self._recorder, self._settings, self._control = recorder, recorder.settings, recorder.control
+        self._steps, self._source = steps, source
         self._manager, self._store, self._guard = manager, store, guard
-        self._servers = control.servers
-        """replicas that the workers know"""
+        self._stops = not self._settings.separate
+        """whether the engines stop after each batch"""
         self._version = -1
         """the newest that has begun"""
         self.exhausted = False
@@ -190,7 +180,7 @@ class Driver:
 
     async def _open(self) -> None:
         """Let the workers call the engines."""
-        await self._guard.wait(self._guard.open_round(), "opening the round", key=None)
+        await self._guard.wait(self._guard.set_gate(open=True), "opening the round", key=None)
 
     # -- around a weight sync --------------------------------------------------------------------------------------
 
@@ -206,6 +196,7 @@ class Driver:
         self._require_trained(f"policy version {version}")
         runs_on = not self._stops and version < self._steps.last
         prompts = await self._wanted_prompts() if runs_on else []
+        restarted = self._control.restarted
         await self._control.restart_dead()
         held_at = time.time()
         if not self._stops:
@@ -213,7 +204,10 @@ class Driver:
             # A replica that died since is restarted while the others are held: it cannot miss a version.
             await self._control.restart_dead()
         yield
-        await self._announce_restarted()
+        if self._control.restarted > restarted:
+            telling = self._guard.ask("use_replicas", self._control.servers)
+            await self._guard.wait(telling, "announcing restarted replicas", key=None)
+            self._recorder.log.use_replicas(self._control.addresses)
         if runs_on:
             await self._begin_version(version, prompts)
             if not self._guard.open:
@@ -221,16 +215,7 @@ class Driver:
                 await self._open()
         await self._control.resume()
         if not self._stops:
-            self._recorder.phase("hold", version, held_at, time.time())
-
-    async def _announce_restarted(self) -> None:
-        """Tell workers and log of the replicas that were restarted since they were last told."""
-        servers = self._control.servers
-        if servers != self._servers:
-            telling = self._guard.ask("use_replicas", servers)
-            await self._guard.wait(telling, "announcing restarted replicas", key=None)
-            self._recorder.log.use_replicas(self._control.addresses)
-            self._servers = servers
+            self._recorder.phase("hold", version, held_at)
 
     async def sleep_replicas(self) -> None:
         """Colocated: let the replicas release device memory while the trainer has its batch."""
@@ -243,9 +228,9 @@ class Driver:
         """Wait for the batch of ``step`` and take it.
 
         Raises:
-            RuntimeError: the batch before it is not trained, or no sample runs.
-            RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
-            TrainerLostError: a trainer died while it waited for the batch.
+            RuntimeError: the batch before it is not trained.
+            RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
+                names it.
             TimeoutError: a wait passed its deadline.
             StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
         """
@@ -253,9 +238,9 @@ class Driver:
         asked_at, log = time.time(), self._recorder.log
         log.add(Begin(step, asked_at))
         if self._stops:
-            await self._start_round(step)
-        elif not self._guard.open:
-            raise RuntimeError("no engine runs a sample: no batch can complete")
+            if self._version != step - 1:
+                await self._begin_version(step - 1, await self._wanted_prompts())
+            await self._open()
         began, opened_at = time.monotonic(), time.time()
         try:
             ready = await self._ready_batch(step, began)
@@ -264,21 +249,19 @@ class Driver:
             raise
         if self._stops:
             await self._interrupt()
-        taken_at = time.time()
-        if self._stops:
-            since, waits = asked_at, {"interrupt_s": taken_at - ready.decided_at}
         else:
-            since, waits = self._since, {"wait_s": taken_at - asked_at}
-            log.add(Phase("wait", step, asked_at, taken_at))
+            self._recorder.phase("wait", step, asked_at)
+        taken_at = time.time()
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
-        groups = [replace(group, outputs=outputs[group.uid]) for group in ready.groups]
-        batch = StepBatch(step, groups, ready.carried_groups, since, opened_at, taken_at, waits)
+        ready = replace(ready, groups=[replace(group, outputs=outputs[group.uid]) for group in ready.groups])
+        since = asked_at if self._stops else self._since
+        batch = StepBatch(step, ready, since, opened_at, taken_at)
         batch.check(self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
         if self._stops and step < self._steps.last:
             await self._begin_version(step, await self._wanted_prompts())
-        return groups
+        return ready.groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
         """The batch, once it is complete; whenever the manager wants prompts first, it gets them."""
@@ -290,12 +273,6 @@ class Driver:
             offered = self._manager.offer.remote(prompts, self._source.left)
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
-    async def _start_round(self, step: int) -> None:
-        """Colocated: begin the version unless that is done, and open the engines to its samples."""
-        if self._version != step - 1:
-            await self._begin_version(step - 1, await self._wanted_prompts())
-        await self._open()
-
     async def finish_step(self) -> None:
         """The trainer has updated on its batch: record it. Colocated: afterwards the manager knows every token.
 
@@ -306,21 +283,14 @@ class Driver:
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
         if self._stops:
-            waiting_since = time.time()
-            reported_at = await self._collect()
-            batch.waits["collect_s"] = max(0.0, reported_at - batch.until)
-            batch.waits["flush_s"] = time.time() - waiting_since
+            await self._collect()
         # Validation's have other names, and may have been made beside.
         ended = await self._guard.wait(self._guard.ask("take_calls"), "asking the workers for their calls", key=None)
         calls = [call for calls in ended for call in calls if "#" in call.sample]
-        if self._stops:
-            first_call = min((call.start for call in calls), default=batch.opened_at)
-            batch.waits["resume_s"] = max(0.0, first_call - batch.opened_at)
         account: StepAccount = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
         for error in account.errors:
             logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        self._recorder.batch(batch, account, calls)
-        self._recorder.metrics["failures/workers_restarted_total"] = self._guard.restarted
+        self._recorder.batch(batch, account, calls, self._guard.restarted)
         await self._recorder.engines()
         await self._guard.follow_lengths(calls)
         self._batch = None
@@ -355,19 +325,16 @@ class Driver:
             RuntimeError: the batch that the trainer has is not trained.
         """
         self._require_trained("a checkpoint")
-        if not self._guard.open:
-            await self._write(path)
-            return
-        began = time.time()
-        await self._interrupt()
-        await self._collect()
-        try:
-            await self._write(path)
-        finally:
+        began, runs_on = time.time(), self._guard.open
+        if runs_on:
+            await self._interrupt()
+            await self._collect()
+        await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
+        if runs_on:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
             # Of the step that was trained last.
-            self._recorder.log.add(Phase("flush", self._version + 1, began, time.time()))
+            self._recorder.phase("flush", self._version + 1, began)
 
     async def load(self, checkpoints: RunCheckpoints) -> None:
         """Restore what was in flight at the checkpoint to resume, before the first version."""
@@ -378,15 +345,6 @@ class Driver:
             # The data may have ended before the checkpoint: ``exhausted`` must say so before the first step.
             await self._begin_version(checkpoints.resumed_step, await self._wanted_prompts())
 
-    async def end(self) -> None:
-        """Interrupt what still runs: the training is over."""
-        if self._guard.open:
-            await self._suspend()
-            await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
-
-    async def _write(self, path: Path) -> None:
-        await self._guard.wait(self._manager.save.remote(str(path)), f"saving {path}", "weight_sync_s")
-
     async def _suspend(self) -> None:
         """Stop without a batch: no sample can be claimed any more, and the manager knows everything decoded."""
         await self._guard.wait(self._manager.suspend.remote(), "suspending the round")
@@ -395,10 +353,10 @@ class Driver:
 
     async def _interrupt(self) -> None:
         """Make the engines quiet; from then on the workers report what they had to leave unfinished."""
-        stopping = asyncio.gather(self._control.interrupt(), self._guard.close_round())
+        stopping = asyncio.gather(self._control.interrupt(), self._guard.set_gate(open=False))
         await self._guard.wait(stopping, "interrupting the round", key=None)
 
-    async def _collect(self) -> float:
-        """Wait until the manager knows every token; unix seconds when it did."""
+    async def _collect(self) -> None:
+        """Wait until the manager knows every token."""
         what = "collecting the interrupted samples from the agent-loop workers"
-        return max(await self._guard.wait(self._guard.ask("flush"), what, key=None), default=time.time())
+        await self._guard.wait(self._guard.ask("flush"), what, key=None)

@@ -24,11 +24,10 @@ import ray
 from ray.exceptions import RayActorError
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import RolloutFailedError, Standing
 from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.replicas import Load, ServerControl, decoded_between
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import (
     START_S,
@@ -49,56 +48,41 @@ _WATCH_EVERY_S = 0.1
 """seconds between two looks at the ``serve`` calls, which asks nobody"""
 _LOG_S = 60.0
 """seconds between two lines about a round where there is no terminal"""
-_EACH_UP_TO = 8
-"""replicas that the line names one by one; of more it says the range"""
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerLostError(RuntimeError):
-    """A worker died and is not replaced; the message names it."""
-
-
-class TrainerLostError(RuntimeError):
-    """A trainer died; the message names it."""
 
 
 class Guard:
     """Waits with deadlines; asks the workers, and replaces those that die.
 
     Args:
+        recorder: of the run; has its settings, replicas and slots.
         manager: handle of the manager actor.
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces a worker.
-        control, slots: the replicas, and the slots that the workers share.
         trainers: handles of the trainer workers, in the order of their ranks.
         stop: the signals that end the run.
     """
 
     def __init__(
         self,
-        settings: PartialRolloutConfig,
+        recorder: Recorder,
         manager: Any,
         workers: list[Any],
         spawn: Callable[[], Any],
-        control: ServerControl,
-        slots: ReplicaSlots,
         trainers: Sequence[Any],
         stop: StopSignals,
     ) -> None:
-        self._settings = settings
-        self._deadlines = settings.deadlines
+        self._recorder = recorder
+        self._deadlines = recorder.settings.deadlines
         self._manager = manager
         self._workers = workers
         self._spawn = spawn
-        self._control = control
-        self._slots = slots
         self._trainers = trainers
         self._stop = stop
         self.restarted = 0
         """workers replaced since the start of the run"""
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
-        self._lives = [1] * len(workers)
         self._serving: list[Future[None] | None] = [None] * len(workers)
         """of the ``serve`` calls; None for a worker that starts, or is gone for good"""
         self._silent: dict[int, str] = {}
@@ -124,8 +108,7 @@ class Guard:
 
         Raises:
             TimeoutError: no result in time.
-            RolloutFailedError: an actor other than a worker died.
-            WorkerLostError: a worker failed, or was lost once too often.
+            RolloutFailedError: an actor other than a worker died; or a worker failed, or was lost once too often.
         """
         deadline_s = None if key is None else getattr(self._deadlines, key)
         try:
@@ -137,16 +120,15 @@ class Guard:
         """The manager's answer about the batch of ``step``; ``began`` is as in ``watch_round``.
 
         Raises:
-            RolloutFailedError: a sample, replica, reward function or the manager failed; the message names it.
-            WorkerLostError: a worker failed, or was lost once too often.
-            TrainerLostError: a trainer died.
+            RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
+                names it.
             StopTraining: the user asked for it.
             TimeoutError: the manager does not answer.
         """
         looks = (
             self._stop.watch(),
             *(self._watch_trainer(rank, trainer) for rank, trainer in enumerate(self._trainers)),
-            watch_round(self._control, self._settings.batch_groups, step, began, self._look),
+            watch_round(self._recorder.control, self._recorder.settings.batch_groups, step, began, self._look),
         )
         return await self.wait(batch, "the round", None, looks)
 
@@ -165,13 +147,13 @@ class Guard:
         """Ask a trainer for a sign of life, for ever: in all other phases the driver awaits its answers.
 
         Raises:
-            TrainerLostError: it died.
+            RolloutFailedError: it died.
         """
         while True:
             try:
                 await answer_of(lambda: result_of(trainer.__ray_ready__.remote()))
             except RayActorError as error:
-                raise TrainerLostError(
+                raise RolloutFailedError(
                     f"trainer {rank} of {len(self._trainers)} died during the round: {one_line(error)}"
                 ) from error
             await asyncio.sleep(LOOK_EVERY_S)
@@ -190,16 +172,14 @@ class Guard:
 
     # -- the workers' life -----------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._workers)
-
     async def start(self) -> None:
         """Connect every worker to the manager and the replicas, and let it serve."""
-        await asyncio.gather(*[self._start(i) for i in range(len(self))])
+        await asyncio.gather(*[self._start(i) for i in range(len(self._workers))])
 
     async def _start(self, i: int) -> None:
-        slots, share = self._slots.of_a_worker(len(self)), i / len(self)
-        connecting = self._workers[i].connect.remote(self._names[i], self._manager, slots, self._control.servers, share)
+        run, share = self._recorder, i / len(self._workers)
+        slots, servers = run.slots.of_a_worker(len(self._workers)), run.control.servers
+        connecting = self._workers[i].connect.remote(self._names[i], self._manager, slots, servers, share)
         await wait(connecting, START_S, f"starting {self._names[i]}")
         self._serve(i)
 
@@ -211,7 +191,7 @@ class Guard:
         """Replace worker ``i``, whose ``serve`` has ended during ``what``.
 
         Raises:
-            WorkerLostError: it failed, or a worker was lost once too often.
+            RolloutFailedError: it failed, or a worker was lost once too often.
         """
         name, error = self._names[i], serving.exception()
         if is_out_of_reach(error) and await self._answer(i, "__ray_ready__"):
@@ -219,22 +199,22 @@ class Guard:
             self._serve(i)
             return
         if not isinstance(error, RayActorError):
-            raise WorkerLostError(f"{name} failed during {what}: {one_line(error)}") from error
+            raise RolloutFailedError(f"{name} failed during {what}: {one_line(error)}") from error
         why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
         if self._stop.asked:
             logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await self._release(name))
             self._serving[i] = None
             return
-        limit = self._settings.failures.worker_restarts
+        limit = self._recorder.settings.failures.worker_restarts
         if self.restarted == limit:
-            raise WorkerLostError(
+            raise RolloutFailedError(
                 f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={limit})"
             ) from error
         self.restarted += 1
-        self._lives[i] += 1
         self._serving[i] = None
         requeued = await self._release(name)
-        self._names[i] = f"agent_loop_worker_{i}.{self._lives[i]}"
+        # A number that no worker has had: the manager refuses reports in a name that is gone.
+        self._names[i] = f"agent_loop_worker_{i}.{self.restarted + 1}"
         logger.warning("%s %s; %s takes its %d samples over", name, why, self._names[i], requeued)
         self._workers[i] = self._spawn()
         await self._start(i)
@@ -248,21 +228,17 @@ class Guard:
 
     async def follow_lengths(self, calls: Sequence[EngineCall]) -> None:
         """Fit the slots to the ``calls`` of a step. Samples that are granted keep theirs."""
-        if self._slots.update(calls):
-            resizing = self._manager.resize_workers.remote(self._slots.of_a_worker(len(self)))
+        slots = self._recorder.slots
+        if slots.update(calls):
+            resizing = self._manager.resize_workers.remote(slots.of_a_worker(len(self._workers)))
             await self.wait(resizing, "telling the manager of the workers' slots")
 
     # -- questions to the workers ----------------------------------------------------------------------------------
 
-    async def open_round(self) -> None:
-        """Workers may call the engines."""
-        self.open = True
-        await self.ask("open_round")
-
-    async def close_round(self) -> None:
-        """Workers start no more engine calls, and report what they have to leave unfinished."""
-        self.open = False
-        await self.ask("close_round")
+    async def set_gate(self, *, open: bool) -> None:
+        """Let the workers call the engines; or have them start no more calls, and report what they leave unfinished."""
+        self.open = open
+        await self.ask("open_round" if open else "close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """Have every living worker run ``verb``, which may be repeated; returns their answers. Within a guarded wait.
@@ -341,9 +317,7 @@ def round_line(
     parts = [f"step {step}"]
     if standing is not None:
         parts.append(f"{standing.ready_groups} of {batch_groups} groups ready")
-    if len(running) > _EACH_UP_TO:
-        parts.append(f"running {sum(running)} on {len(running)} replicas ({min(running)} to {max(running)})")
-    elif running:
+    if running:
         parts.append(f"running {' + '.join(map(str, running))}")
     if tokens_per_s is not None:
         parts.append(f"{tokens_per_s:,.0f} tok/s")

@@ -22,28 +22,19 @@ from recipe.partial_rollout.manager.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class TrainingSteps:
-    """The steps of a training, those before a resumed checkpoint included.
-
-    >>> TrainingSteps(per_epoch=10, epochs=2, last=15).data
-    20
-    """
+    """The steps of a training, those before a resumed checkpoint included."""
 
     per_epoch: int
     epochs: int
     last: int
-    """at most ``data``"""
-
-    @property
-    def data(self) -> int:
-        """Steps that the data suffices for."""
-        return self.per_epoch * self.epochs
+    """at most the steps that the data suffices for, ``per_epoch * epochs``"""
 
     def offered(self, settings: PartialRolloutConfig) -> int:
         """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
 
         With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
         """
-        return self.last if settings.drain and settings.group_filter is None else self.data
+        return self.last if settings.drain and settings.group_filter is None else self.per_epoch * self.epochs
 
 
 class PromptSource:
@@ -104,8 +95,6 @@ class PromptSource:
             self._batches = iter(self._loader)
         batch = next(self._batches, None)
         if batch is None:
-            if self._position == 0:
-                raise ValueError("data.train_files gives no batch: it has fewer rows than data.train_batch_size")
             self._batches = None
             self._epoch += 1
             self._position = 0

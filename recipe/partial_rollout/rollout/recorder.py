@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.types import RolloutFailedError, SampleOutput, StepAccount, TakenGroup
-from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, length_sigmas, spread
+from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepAccount, TakenGroup
+from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.run_log import (
     Arm,
     EngineCall,
@@ -28,27 +29,19 @@ from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """A batch that the trainer has; moments in unix seconds."""
 
     step: int
-    groups: list[TakenGroup]
-    carried_groups: int
-    """groups that were in flight when its version began"""
+    ready: ReadyBatch
+    """with its groups' outputs"""
     since: float
     """colocated: when the trainer requested it; separate: when the batch before was taken"""
     opened_at: float
     """when workers could call the engines; separate: when the trainer requested it"""
     until: float
     """colocated: when the engines were quiet; separate: when it was taken"""
-    waits: dict[str, float] = field(default_factory=dict)
-    """seconds by name; whoever waits adds to it"""
-
-    @property
-    def version(self) -> int:
-        """Policy version before the update on it."""
-        return self.step - 1
 
     def check(self, size: int, max_masked_fraction: float) -> None:
         """Refuse a batch that cannot be trained.
@@ -56,9 +49,10 @@ class StepBatch:
         Raises:
             RolloutFailedError: it has fewer than ``size`` groups, or too many masked samples.
         """
-        if len(self.groups) != size:
-            raise RolloutFailedError(f"the data ran out with {len(self.groups)} groups ready; a batch needs {size}")
-        outputs = [output for group in self.groups for output in group.outputs]
+        groups = self.ready.groups
+        if len(groups) != size:
+            raise RolloutFailedError(f"the data ran out with {len(groups)} groups ready; a batch needs {size}")
+        outputs = [output for group in groups for output in group.outputs]
         errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
         tell_failed(errors, len(outputs), max_masked_fraction)
 
@@ -97,8 +91,14 @@ class Recorder:
         self.settings, self.control, self.slots = settings, control, slots
         self._devices = DeviceUse.of_this_node()
 
-    def phase(self, name: PhaseName, step: int, start: float, end: float) -> None:
-        """Record a phase of the weight sync of version ``step``: ``stage`` or ``hold``; moments in unix seconds."""
+    def phase(self, name: PhaseName, step: int, start: float) -> None:
+        """Record a phase of separate placement that ends now, and its seconds.
+
+        Args:
+            step: or, of a weight sync, its version.
+            start: unix seconds.
+        """
+        end = time.time()
         self.log.add(Phase(name, step, start, end))
         self.metrics[f"timing/{name}_s"] = end - start
 
@@ -108,21 +108,30 @@ class Recorder:
         full = min(self.settings.batch_samples, self.slots.total)
         self.metrics |= {
             **phase_metrics(round_.phase, full, goes_on=self.settings.separate),
-            **length_metrics(round_.trained),
             "trained/tokens": sum(group.tokens for group in round_.trained),
             "lost_samples": round_.lost_samples,
         }
         use = self._devices and self._devices.within(round_.phase.start, round_.phase.end)
-        if use is not None:
-            self.metrics["rollout/device_use"] = use
+        optional = {
+            "rollout/device_use": use,
+            "timing/interrupt_s": round_.interrupt_s,
+            "timing/resume_s": round_.resume_s,
+        }
+        self.metrics |= {name: value for name, value in optional.items() if value is not None}
 
-    def batch(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall]) -> None:
+    def batch(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall], restarted: int) -> None:
         """PR: record a batch that is trained.
 
         Args:
             calls: engine calls that ended since the last batch was recorded.
+            restarted: workers replaced since the start of the run.
         """
-        trained = [TrainedGroup.of(group, batch.version) for group in batch.groups]
+        ready = batch.ready
+        trained = [TrainedGroup.of(group, batch.step - 1) for group in ready.groups]
+        interrupt_s = resume_s = None
+        if not self.settings.separate:
+            interrupt_s = batch.until - ready.decided_at
+            resume_s = max(0.0, min((call.start for call in calls), default=batch.opened_at) - batch.opened_at)
         self.round(
             Round(
                 step=batch.step,
@@ -130,19 +139,19 @@ class Recorder:
                 trained=trained,
                 admitted=account.admitted,
                 filtered=account.filtered,
-                interrupt_s=batch.waits.get("interrupt_s"),
-                resume_s=batch.waits.get("resume_s"),
-                carried_groups=batch.carried_groups,
+                interrupt_s=interrupt_s,
+                resume_s=resume_s,
+                carried_groups=ready.carried_groups,
                 lost_samples=int(account.metrics["lost_samples"]),
                 lost_tokens=int(account.metrics["failures/lost_tokens_total"]),
             )
         )
         self.metrics |= {
-            **batch_metrics(batch.groups, trained, batch.version),
+            **batch_metrics(ready.groups, trained, batch.step - 1),
             **account.metrics,
-            **{f"timing/{name}": seconds for name, seconds in batch.waits.items()},
-            "overlap": batch.carried_groups / self.settings.batch_groups,
+            "overlap": ready.carried_groups / self.settings.batch_groups,
             "failures/replicas_restarted_total": self.control.restarted,
+            "failures/workers_restarted_total": restarted,
         }
         if self.settings.group_filter is not None:
             self.metrics["filter/groups"] = len(account.filtered)
@@ -201,30 +210,25 @@ def run_settings(
 
 
 def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, bubble, and what later turns found in the prefix cache (if there were any); the
-    last two are shares, 0 to 1.
+    """Decoded tokens, seconds, tokens/s, and the bubble as a share, 0 to 1.
 
     Args:
         goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
     """
     bubble = bubble_of_ended(phase, full) if goes_on else bubble_fraction([phase], full)
     rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0
-    metrics = {
+    return {
         "rollout/decoded_tokens": phase.decoded_tokens,
         "rollout/reprefill_tokens": sum(call.resumed_tokens for call in phase.calls),
         "timing/rollout_s": phase.seconds,
         "rollout/tokens_per_s": rate,
         "rollout/bubble_fraction": bubble or 0.0,
     }
-    if earlier := sum(call.earlier_tokens for call in phase.calls):
-        lost = sum(call.resumed_tokens for call in phase.calls if call.earlier_tokens)
-        metrics["agent/kv_hit_share"] = 1 - lost / earlier
-    return metrics
 
 
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
     """Staleness (versions), shares (0 to 1) of off-policy tokens and of samples (and their tokens) that several versions
-    made, and most engine calls of a sample, of the trained batch.
+    made, most engine calls of a sample, and tokens decoded for samples and not trained, of the trained batch.
 
     Args:
         trained: the records of ``groups``.
@@ -232,7 +236,8 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
     """
     staleness = spread([age for group in trained for age in group.staleness])
     assert staleness is not None
-    generated = [output.generated for group in groups for output in group.outputs]
+    outputs = [output for group in groups for output in group.outputs]
+    generated = [output.generated for output in outputs]
     ages = trained_at - np.concatenate(generated)
     mixed = [len(versions) for versions in generated if len(versions) and versions[0] != versions[-1]]
     tokens = sum(group.tokens for group in trained)
@@ -245,31 +250,5 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
         "staleness/mixed_samples": len(mixed) / len(generated),
         "staleness/mixed_tokens": sum(mixed) / tokens if tokens else 0.0,
         "segments_per_sample/max": max(count for group in trained for count in group.segments),
-        **tool_metrics([output for group in groups for output in group.outputs]),
-    }
-
-
-def length_metrics(trained: Sequence[TrainedGroup]) -> dict[str, float]:
-    """Standard deviations of the trained responses' lengths (tokens), of either arm."""
-    batch, group = length_sigmas([group.lengths for group in trained])
-    return {"length/sigma_batch": batch, "length/sigma_group": group}
-
-
-def tool_metrics(outputs: Sequence[SampleOutput]) -> dict[str, float]:
-    """Mean turns, mean seconds in tools, and their share of the samples' time; only if some sample has called a tool.
-
-    Also the tokens decoded for the samples that are not trained, if there are any.
-    """
-    in_tools, in_turns, untrained = (
-        sum(output.metrics.get(name, 0.0) for output in outputs)
-        for name in ("tool_calls", "generate_sequences", "untrained_tokens")
-    )
-    unused = {"agent/untrained_tokens": untrained} if untrained else {}
-    if not in_tools:
-        return unused
-    return {
-        **unused,
-        "agent/turns": sum(output.num_turns for output in outputs) / len(outputs),
-        "agent/tool_s": in_tools / len(outputs),
-        "agent/tool_share": in_tools / (in_tools + in_turns),
+        "agent/untrained_tokens": sum(output.metrics.get("untrained_tokens", 0) for output in outputs),
     }

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class ServerControl:
     """Interrupts, holds, resumes and restarts a set of replicas.
 
-    A replica whose death an interrupt, hold, resume, sleep or health check notices is left out from then on. Each worker
-    moves its samples to the others. ``restart_dead`` brings it back before the next weight sync, which gives it the
+    A replica whose death a request to all of them notices is left out from then on. Each worker moves its samples to the
+    others. ``restart_dead`` brings it back before the next weight sync, which gives it the
     trainer's weights. So every request to all replicas must go through here, including those of verl's ``fit``.
 
     Args:
@@ -41,13 +41,8 @@ class ServerControl:
         self._deadline_s = deadline_s
         self._restarts = restarts
         self._preemptions: dict[str, int] = {}
-        self._silent: set[str] = set()
-        """addresses of the replicas that did not answer when they were last asked for their load"""
         self.restarted = 0
         """replicas restarted since the start of the run"""
-
-    def __len__(self) -> int:
-        return len(self._replicas)
 
     @property
     def addresses(self) -> list[str]:
@@ -86,35 +81,26 @@ class ServerControl:
     async def load(self) -> Load:
         """Requests and decoded tokens of the replicas that answer.
 
-        A warning says why another does not answer, once until it answers again. Its death is noticed at the next request
-        that must succeed, an interruption at the latest.
+        The death of another is noticed at the next request that must succeed, an interruption at the latest.
         """
-        answers = await self._asked("load")
-        silent = {address: load for address, load in answers.items() if isinstance(load, BaseException)}
-        for address in silent.keys() - self._silent:
-            logger.warning("vLLM replica %s does not say what it decodes: %s", address, one_line(silent[address]))
-        self._silent = set(silent)
-        return {address: load for address, load in answers.items() if address not in silent}
+        answers = await self._answers("asking for load of", _asking("load"))
+        return {
+            replica.server_address: load for replica, load in answers.items() if not isinstance(load, BaseException)
+        }
 
     async def kv_tokens(self) -> int | None:
         """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""
-        known = _of_the_living(await self._asked("kv_tokens"))
+        known = await self._all("asking for kv_tokens of", _asking("kv_tokens"))
         return None if None in known.values() else min(known.values(), default=None)
 
     async def new_preemptions(self) -> int | None:
         """Requests that the replicas preempted for lack of KV blocks since the last call; None if they are not counted."""
-        counts = _of_the_living(await self._asked("preemptions"))
+        counts = await self._all("asking for preemptions of", _asking("preemptions"))
         if not counts or None in counts.values():
             return None
         new = sum(count - self._preemptions.get(address, 0) for address, count in counts.items())
         self._preemptions |= counts
         return new
-
-    async def _asked(self, verb: str) -> dict[str, Any]:
-        """Address to answer of each living replica's server, or to the error in its place."""
-        what = f"asking for {verb} of"
-        answers = await self._answers(what, lambda replica: result_of(getattr(replica.server_handle, verb).remote()))
-        return {replica.server_address: answer for replica, answer in answers.items()}
 
     async def restart_dead(self) -> None:
         """Restart the dead replicas, under new addresses and without the trainer's weights.
@@ -137,16 +123,20 @@ class ServerControl:
             await wait(replica.relaunch(), START_S, f"restarting {address}")
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
-    async def _all(self, what: str, verb: Callable[[Any], Awaitable[object]]) -> None:
-        """Have every living replica do ``verb``; those that die of it are left out from then on."""
-        for replica, answer in (await self._answers(what, verb)).items():
-            if isinstance(answer, BaseException):
-                if not means_death(answer):
-                    raise answer
+    async def _all(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[str, Any]:
+        """Ask every living replica; those that die of it are left out from then on. The others' answers by address."""
+        found: dict[str, Any] = {}
+        for replica, answer in (await self._answers(what, ask)).items():
+            if not isinstance(answer, BaseException):
+                found[replica.server_address] = answer
+            elif means_death(answer):
                 self._dead.append(replica)
                 logger.warning("vLLM replica %s died: %s", replica.server_address, one_line(answer))
+            else:
+                raise answer
         if not self._living:
             raise InfraError(f"no vLLM replica is alive ({', '.join(self.addresses)})")
+        return found
 
     async def _answers(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[Any, Any]:
         """The answer of each living replica, or the error in its place; all are asked at once."""
@@ -160,12 +150,9 @@ class ServerControl:
         return dict(zip(living, answers, strict=True))
 
 
-def _of_the_living(answers: dict[str, Any]) -> dict[str, Any]:
-    """``answers`` without deaths, which the next interruption notices and names; any other error is raised."""
-    for answer in answers.values():
-        if isinstance(answer, BaseException) and not means_death(answer):
-            raise answer
-    return {address: answer for address, answer in answers.items() if not isinstance(answer, BaseException)}
+def _asking(verb: str) -> Callable[[Any], Awaitable[Any]]:
+    """Return what asks a replica's server ``verb``."""
+    return lambda replica: result_of(getattr(replica.server_handle, verb).remote())
 
 
 def decoded_between(before: Load, after: Load) -> int:

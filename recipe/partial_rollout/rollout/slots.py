@@ -61,20 +61,11 @@ class ReplicaSlots:
 
     def describe(self) -> str:
         """One line: what was chosen before the first round, and why."""
-        said = f"slots per replica: {self.per_replica}"
-        if self._kv_tokens is None:
-            return f"{said} (the engine does not say how many tokens its KV cache holds)"
-        why = (
-            f"KV cache holds {self._kv_tokens:,} tokens, a sample is estimated at {self._guess:,} = "
-            f"prompt_length {self._prompt:,} + response_length {self._response:,} / 2"
-        )
-        if not self._given:
-            return f"{said} ({why} until rounds are measured; rollout.max_num_seqs={self._most})"
-        if self._kv_tokens >= self.per_replica * self._guess:
-            return f"{said} (partial_rollout.slots_per_replica; {why})"
+        bound = "partial_rollout.slots_per_replica" if self._given else f"at most rollout.max_num_seqs={self._most}"
+        holds = "an unknown number of" if self._kv_tokens is None else f"{self._kv_tokens:,}"
         return (
-            f"{said} (partial_rollout.slots_per_replica; WARNING: {why}: it holds {self._kv_tokens // self._guess} such "
-            f"samples, and further ones are preempted; partial_rollout.slots_per_replica=null follows the KV cache)"
+            f"slots per replica: {self.per_replica} ({bound}; the KV cache holds {holds} tokens, a sample is estimated at "
+            f"{self._guess:,} = prompt_length {self._prompt:,} + response_length {self._response:,} / 2)"
         )
 
     def update(self, calls: Iterable[EngineCall]) -> bool:

@@ -36,21 +36,11 @@ class StopTraining(Exception):
         """as a shell reports a process that the signal ended"""
 
 
-class EndNow(KeyboardInterrupt, SystemExit):
-    """Ends the process with its exit code; ``StopTraining`` is the way in which nothing is lost.
-
-    Ray passes a ``KeyboardInterrupt`` on from within its waits. On a ``SystemExit`` it aborts with a stack dump.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.code = 128 + number
-
-
 class StopSignals:
-    """The signals that end a run. Outside ``caught`` one raises ``EndNow`` wherever the main thread is.
+    """The signals that end a run. Outside ``caught`` one raises ``KeyboardInterrupt`` wherever the main thread is.
 
-    Within, the first is remembered. A second one raises ``EndNow``, but for a SIGTERM or SIGHUP within five seconds.
+    Within, the first is remembered. A second one raises it, but for a SIGTERM or SIGHUP within five seconds. Ray passes a
+    ``KeyboardInterrupt`` on from within its waits; on a ``SystemExit`` it aborts with a stack dump.
     """
 
     _of_process: ClassVar[StopSignals | None] = None
@@ -59,9 +49,7 @@ class StopSignals:
         self._number: int | None = None
         self._since_s = 0.0
         self._waits = False
-        """whether a signal is remembered instead of obeyed"""
-        self._saves = False
-        """whether it waits for a safe point of the training"""
+        """whether the first signal is remembered instead of obeyed"""
         self._ours: list[signal.Signals] = []
         self._set_handler = signal.signal
         self._process = os.getpid()
@@ -99,7 +87,7 @@ class StopSignals:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """While entered, a signal waits for the end, silently.
+        """While entered, the first signal waits for the end.
 
         For ``ray.init``: it forks, where Python swallows an exception of a handler, and it installs a handler of SIGTERM
         below Python's, which dumps the stack.
@@ -112,22 +100,23 @@ class StopSignals:
             for number in self._ours:
                 self._set_handler(number, self._note)
             if self._number is not None:
-                raise EndNow(self._number)
+                self._end_within()
+                raise KeyboardInterrupt(signal.Signals(self._number).name)
 
     @contextmanager
     def caught(self) -> Iterator[None]:
         """While entered, the first signal is remembered instead of obeyed. Main thread only.
 
         Raises:
-            StopTraining: one has come before, and a library has swallowed the ``EndNow``.
+            StopTraining: one has come before, and a library has swallowed the ``KeyboardInterrupt``.
         """
         with nullcontext() if StopSignals._of_process is self else self.in_force():
             self.check()
-            self._waits = self._saves = True
+            self._waits = True
             try:
                 yield
             finally:
-                self._waits = self._saves = False
+                self._waits = False
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
@@ -140,12 +129,9 @@ class StopSignals:
         if again and number != signal.SIGINT and time.monotonic() < self._since_s + _SAME_ORDER_S:
             return
         self._number, self._since_s = number, time.monotonic()
-        if again or not self._saves:
-            self._end_within()
         if again or not self._waits:
-            raise EndNow(number)
-        if not self._saves:
-            return
+            self._end_within()
+            raise KeyboardInterrupt(signal.Signals(number).name)
         # Who signals each child too, as `ray job stop` does, ends the data loader's workers. torch reports that from its
         # handler of SIGCHLD, as an error wherever this process happens to be; no more data is needed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -163,14 +149,11 @@ class StopSignals:
 
     def end(self) -> NoReturn:
         """End the process in one line, as the last signal asks. Threads, as those of a download, would outlive a return."""
-        print(f"training stopped by {signal.Signals(self.exit_code - 128).name}", file=sys.stderr, flush=True)
+        number = self._number or signal.SIGINT
+        print(f"training stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(self.exit_code)
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell reports a process that the last signal ended."""
-        return 128 + (self._number or signal.SIGINT)
+        # As a shell reports a process that the signal ended.
+        os._exit(128 + number)
 
     @property
     def asked(self) -> bool:

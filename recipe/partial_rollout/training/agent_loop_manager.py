@@ -43,7 +43,7 @@ from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
-from recipe.partial_rollout.rollout.driver import Driver, on_this_node
+from recipe.partial_rollout.rollout.driver import on_this_node
 from recipe.partial_rollout.rollout.guard import watch_round
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, tell_failed
@@ -58,8 +58,6 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
 """columns of the dataset that verl's trainer gets of a scored sample; others may have the name of a column of its own"""
-_IDENTITY = ("raw_prompt", "index")
-"""columns by which the report knows a prompt again; a dataset of the user's own may have neither"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
@@ -70,22 +68,32 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
     client_class: type[ObservedLLMClient] = ObservedLLMClient
-    on_batch: Callable[[DataProto, int], None] = staticmethod(lambda batch, step: None)
-    """called with each batch for training and its step"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)
 
-    def connect(self, recorder: Recorder, steps: TrainingSteps, stop: StopSignals) -> None:
+    def connect(
+        self,
+        recorder: Recorder,
+        steps: TrainingSteps,
+        stop: StopSignals,
+        on_batch: Callable[[DataProto, int], None],
+        pad_id: int,
+        driver: Any,
+    ) -> None:
         """Record the run; call it once, after the workers are up.
 
         Args:
             steps: of the training.
             stop: the signals that end a validation.
+            on_batch: called with each batch for training and its step.
+            pad_id: token id of the padding.
+            driver: PR's ``Driver``, which has the batches; None under noPR.
         """
         self.recorder, self._steps, self._stop = recorder, steps, stop
+        self.on_batch, self._pad_id, self._driver = on_batch, pad_id, driver
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -147,7 +155,6 @@ class ObservedAgentLoopManager(AgentLoopManager):
         tokens = output.batch["response_mask"].sum(dim=1).tolist()
         size, n = settings.batch_groups, settings.samples_per_group
         epoch_groups = self._steps.per_epoch * size
-        identity = {key: column for key, column in prompts.non_tensor_batch.items() if key in _IDENTITY}
         trained = []
         for i in range(size):
             order = (step - 1) * size + i
@@ -158,7 +165,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     order=order,
                     lengths=lengths[rows],
                     staleness=[0] * n,
-                    prompt=prompt_identity({key: column[i * n] for key, column in identity.items()}),
+                    prompt=prompt_identity({key: column[i * n] for key, column in prompts.non_tensor_batch.items()}),
                     segments=[1] * n,
                     tokens=sum(tokens[rows]),
                 )
@@ -171,10 +178,6 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
-
-    def drive(self, driver: Driver, pad_id: int) -> None:
-        """Take the batches from ``driver``; ``pad_id`` is the token id of the padding. Call it once, after ``connect``."""
-        self._driver, self._pad_id = driver, pad_id
 
     def spawn(self) -> Any:
         """Make a worker as verl's ``_init_agent_loop_workers`` does, but on the driver's node."""
@@ -275,13 +278,7 @@ def assemble_batch(
     Args:
         slot_uids: one per group, as verl's ``fit`` named its slots.
         prompt_length: P, tokens. response_length: R, tokens. pad_id: token id of the padding.
-
-    Raises:
-        RuntimeError: a group lacks an output.
     """
-    sizes = {len(group.outputs) for group in groups}
-    if len(sizes) != 1:
-        raise RuntimeError(f"groups of a batch have {sorted(sizes)} outputs; all must have rollout.n")
     samples = [
         (uid, group.row, output)
         for uid, group in zip(slot_uids, groups, strict=True)

@@ -44,7 +44,7 @@ _SHOWN = 800
 
 MOST_CALLS = 2000
 """calls that a timeline draws at most; of more it draws every second, third, ..."""
-_ENDED, _INTERRUPTED, _ENGINE, _ROUND = "#0072B2", "#D55E00", "#DCDCDC", "#FBF3D0"
+_ENDED, _INTERRUPTED = "#0072B2", "#D55E00"
 
 
 class StepLog:
@@ -57,7 +57,6 @@ class StepLog:
 
     def __init__(self, config: DictConfig, settings: PartialRolloutConfig, total_steps: int) -> None:
         self._config, self._settings, self._total = config, settings, total_steps
-        self._on_swanlab = SWANLAB in config.trainer.logger
         self._drift = PolicyDrift()
         self._sample = ""
         """of step 1, as text"""
@@ -109,7 +108,7 @@ class StepLog:
 
     def close(self, step: int, round_: Round | None) -> None:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
-        due = self._on_swanlab and (step - 1) % PICTURES_EVERY == 0
+        due = SWANLAB in self._config.trainer.logger and (step - 1) % PICTURES_EVERY == 0
         if due and round_ is not None and round_.step == step:
             import swanlab
 
@@ -246,7 +245,7 @@ class PolicyDrift:
 
 
 def timeline(round_: Round) -> Figure:
-    """Draw each engine call as a line, by start, those of a replica in one band.
+    """Draw each engine call as a line, by replica and start.
 
     Under separate placement the round is the time since the batch before, and the calls are those that ended in it.
     """
@@ -258,14 +257,8 @@ def timeline(round_: Round) -> Figure:
     cut = np.array([call.interrupted for call in calls], dtype=bool)
     for chosen, colour, label in ((~cut, _ENDED, "ended"), (cut, _INTERRUPTED, "interrupted, resumes later")):
         axes.hlines(np.flatnonzero(chosen), *spans[chosen].T, colors=colour, linewidths=0.8, label=label)
-    for i in range(1, len(calls)):
-        if calls[i].replica != calls[i - 1].replica:
-            axes.axhline(i - 0.5, color=_ENGINE, linewidth=1)
-    # Under separate placement calls begin before the batch before, and end after this one: at most its length is drawn.
-    first, last = spans.min(initial=0.0), spans.max(initial=phase.seconds)
-    reach = max(first, -phase.seconds), max(min(last, 2 * phase.seconds), 1e-3)
-    axes.axvspan(0, phase.seconds, color=_ROUND, zorder=0, label="the round")
-    axes.set(xlim=reach, ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
+    # Under separate placement calls begin before the batch before: they are cut off there.
+    axes.set(xlim=(0, max(phase.seconds, 1e-3)), ylim=(-1, len(calls) + 1), xlabel="seconds of the round")
     axes.set_ylabel("engine calls, by replica and start")
     axes.set_title(f"step {round_.step}: {len(phase.calls)} calls, {phase.decoded_tokens:,} tokens", loc="left")
     axes.legend(loc="lower right", fontsize=8)

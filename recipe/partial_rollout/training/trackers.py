@@ -40,17 +40,13 @@ def choose_mode(loggers: Iterable[str]) -> None:
     asked = os.environ.get(MODE)
     if asked is not None and asked not in (*CLOUD, LOCAL, "offline", "disabled"):
         raise fail(MODE, asked, "cloud, local, offline or disabled")
-    keyed = has_key()
+    from swanlab import Settings
+
+    # In the environment or from ``swanlab login``.
+    keyed = bool(Settings().api_key)
     mode = os.environ.setdefault(MODE, CLOUD[0] if keyed else LOCAL)
     if mode in CLOUD and not keyed:
         raise fail(MODE, mode, "a key in SWANLAB_API_KEY or from `swanlab login`; without one: local or offline")
-
-
-def has_key() -> bool:
-    """Whether SwanLab finds the user's key, in the environment or from ``swanlab login``."""
-    from swanlab import Settings
-
-    return bool(Settings().api_key)
 
 
 def open_run(loggers: Iterable[str], run: str | None) -> None:

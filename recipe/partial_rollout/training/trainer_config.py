@@ -50,7 +50,11 @@ def choose_attention(config: DictConfig) -> None:
         elif asked == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
             raise fail(f"{path}.{_ATTENTION}", asked, f"{PADDED} with {path}.use_remove_padding=False")
         if problem or asked not in (None, FLASH):
-            _refuse_sequence_parallelism(config, engines, remedy if problem else f"{path}.{_ATTENTION}=null")
+            # verl implements sequence parallelism for flash-attn; others silently attend within their own piece.
+            for key in (f"{engine}{part}.{_SEQUENCE_PARALLEL}" for engine in engines for part in ("", ".fsdp_config")):
+                if (size := OmegaConf.select(config, key) or 1) > 1:
+                    instead = remedy if problem else f"{path}.{_ATTENTION}=null"
+                    raise fail(key, size, f"1 with any attention but {FLASH} ({instead})")
     if fallen:
         print(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {FLASH}, {remedy}")
 
@@ -62,11 +66,3 @@ def _is_plain(path: str) -> bool:
     except (OSError, ValueError):
         return True
     return not (layout.keys() & {"vision_config", "audio_config"} or layout.get("attn_logit_softcapping"))
-
-
-def _refuse_sequence_parallelism(config: DictConfig, engines: tuple[str, ...], remedy: str) -> None:
-    """Refuse sequence parallelism: verl implements it for flash-attn; others silently attend within their own piece."""
-    for engine in engines:
-        for key in (f"{engine}.{_SEQUENCE_PARALLEL}", f"{engine}.fsdp_config.{_SEQUENCE_PARALLEL}"):
-            if (size := OmegaConf.select(config, key) or 1) > 1:
-                raise fail(key, size, f"1 with any attention but {FLASH} ({remedy})")

@@ -29,7 +29,7 @@ from verl.trainer.ppo.utils import need_critic
 import recipe.partial_rollout.engine.replica as replica
 from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase, RunLog
+from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase
 from recipe.partial_rollout.rollout.driver import Driver, connect
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
@@ -96,8 +96,6 @@ class TrainerRun(_VerlsTrainer):
     """
 
     checkpoint_manager: Any
-    steps: TrainingSteps
-    recorder: Recorder
 
     def __init__(self, config: Any, *args: Any, settings: PartialRolloutConfig, files: RunFiles, **kwargs: Any) -> None:
         self.settings, self.files = settings, files
@@ -155,46 +153,34 @@ class TrainerRun(_VerlsTrainer):
             kv_tokens=finished(control.kv_tokens()),
             prompt=lengths.prompt_length,
             response=lengths.response_length,
-            replicas=len(control),
+            replicas=len(control.addresses),
         )
         print(slots.describe())
-        self.recorder = recorder = Recorder(settings, self._open_log(control, slots), control, slots)
-        rollout.connect(recorder, self.steps, self.stop)
-        rollout.on_batch = partial(self.step_log.show, tokenizer=self.tokenizer)
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        facts = run_settings(
+            settings,
+            self.steps,
+            slots,
+            replicas=len(control.addresses),
+            resumed=self.files.checkpoints.resumed_step,
+            experiment=self.config.trainer.experiment_name,
+            trainer=f"{strategy} under v1" if self.config.trainer.use_v1 else strategy,
+        )
+        self.recorder = recorder = Recorder(settings, self.files.open_log(facts, control.addresses), control, slots)
         if settings.enable:
             self.driver = connect(
-                settings,
+                recorder,
                 self.steps,
                 self._source,
-                control,
-                slots,
-                recorder,
                 workers=rollout.agent_loop_workers,
                 spawn=rollout.spawn,
                 trainers=self.actor_rollout_wg.workers,
                 stop=self.stop,
             )
-            rollout.drive(self.driver, self.tokenizer.pad_token_id)
-        self.checkpoint_manager = RecipeCheckpointManager(
-            self.checkpoint_manager,
-            settings.deadlines.weight_sync_s,
-            recorder,
-            self._end_step,
-            self.driver if self.files.trains else None,
-        )
-
-    def _open_log(self, control: ServerControl, slots: ReplicaSlots) -> RunLog:
-        strategy = self.config.actor_rollout_ref.actor.strategy
-        facts = run_settings(
-            self.settings,
-            self.steps,
-            slots,
-            replicas=len(control),
-            resumed=self.files.checkpoints.resumed_step,
-            experiment=self.config.trainer.experiment_name,
-            trainer=f"{strategy} under v1" if self.config.trainer.use_v1 else strategy,
-        )
-        return self.files.open_log(facts, control.addresses)
+        show, pad_id = partial(self.step_log.show, tokenizer=self.tokenizer), self.tokenizer.pad_token_id
+        rollout.connect(recorder, self.steps, self.stop, show, pad_id, self.driver)
+        driver = self.driver if self.files.trains else None
+        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, recorder, self._end_step, driver)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
@@ -218,23 +204,22 @@ class TrainerRun(_VerlsTrainer):
                 print(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
                 self._note_end(complete=True)
                 return
-            try:
-                open_run(self.config.trainer.logger, files.checkpoints.run)
-                with observed_tracking(self._observe_step, self._after_log, files.metrics):
+            open_run(self.config.trainer.logger, files.checkpoints.run)
+            # Within it, so that the trackers show a run as failed whose last checkpoint cannot be saved.
+            with observed_tracking(self._observe_step, self._after_log, files.metrics):
+                try:
                     # 860,000 objects that imports made stay: full collections walk them no more (1.9 s each on two cores).
                     gc.freeze()
                     loop()
-            except StopTraining:
-                self._save_before_stop()
-                raise
-            except Exception as error:
-                if self.driver is not None:
-                    finished(self.driver.explain(error))
-                raise
-            if self._cut_short:
-                self._save_where_data_ended()
-            if self.driver is not None:
-                finished(self.driver.end())
+                    if self._cut_short:
+                        self._save_where_data_ended()
+                except StopTraining:
+                    self._save_before_stop()
+                    raise
+                except Exception as error:
+                    if self.driver is not None:
+                        finished(self.driver.explain(error))
+                    raise
         self._note_end(complete=True)
         print(last_lines(self.config, files.completed_step))
 
@@ -272,10 +257,8 @@ class TrainerRun(_VerlsTrainer):
         if chosen is None:
             return
         # verl would search for a checkpoint itself; this one has been verified.
-        asked = trainer.resume_mode, trainer.get("resume_from_path")
         trainer.resume_mode, trainer.resume_from_path = "resume_path", str(chosen)
         super()._load_checkpoint()
-        trainer.resume_mode, trainer.resume_from_path = asked
         if (controller := self._adaptive_kl) is not None:
             if (chosen / KL_COEFFICIENT).exists():
                 controller.value = float((chosen / KL_COEFFICIENT).read_text())

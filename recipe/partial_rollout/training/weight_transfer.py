@@ -30,6 +30,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.recorder import Recorder
@@ -40,14 +41,10 @@ _LOOK_EVERY_S = 1.0
 _ANSWER_S = 10.0
 
 
-class WeightSyncError(RuntimeError):
-    """New weights did not reach the replicas."""
-
-
 class WeightTransfer:
-    """Transfers weights between trainers and engines that share their devices; the base of the other transfers.
+    """Runs verl's own sync, but for its aborts: the engines are idle or held. The base of the transfer with a cache.
 
-    Both parts raise ``WeightSyncError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
+    Both parts raise ``RolloutFailedError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
     Args:
         verls: the checkpoint manager that verl made.
@@ -64,8 +61,11 @@ class WeightTransfer:
 
     async def load(self, version: int) -> None:
         """Send the weights and their version to every engine, which is idle and alive."""
-        what = f"weight sync of version {version}"
-        await self._watched(self._sent(version, what), what, self._verls.replicas)
+        what, verls = f"weight sync of version {version}", self._verls
+        held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
+        # verl blocks its thread until both sides are done.
+        sync = in_thread(partial(held.update_weights, version))
+        await self._watched(_all([sync], f"{what} failed in the trainer"), what, verls.replicas)
 
     async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
         """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
@@ -73,24 +73,10 @@ class WeightTransfer:
         whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
         try:
             await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
-        except WeightSyncError:
+        except RolloutFailedError:
             # What fails here may fail because a replica has failed before: its error is the one to report.
             await _raise_failure(replicas, what)
             raise
-
-    async def _sent(self, version: int, what: str) -> None:
-        trainers: Any = self._verls.actor_wg
-        sending = trainers.update_weights(global_steps=version, mode=self._verls.backend)
-        await _all(sending, f"{what} failed in the trainer")
-
-
-def transfer_of(verls: CheckpointEngineManager, deadline_s: float) -> WeightTransfer:
-    """The transfer for ``rollout.checkpoint_engine.backend``."""
-    if verls.backend == "naive":
-        return WeightTransfer(verls, deadline_s)
-    if issubclass(verls.backend_cls, CheckpointEngineWithCache):
-        return CachedTransfer(verls, deadline_s)
-    return HeldTransfer(HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas), deadline_s)
 
 
 class CachedTransfer(WeightTransfer):
@@ -101,19 +87,18 @@ class CachedTransfer(WeightTransfer):
 
     def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
         super().__init__(verls, deadline_s)
-        self._met = False
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
+        finished(self._watched(self._meet(), "the first meeting of trainers and engines"))
 
     async def stage(self, version: int) -> bool:
         what = f"staging of version {version}"
-        if not self._met:
-            await self._watched(self._meet(), "the first meeting of trainers and engines")
-            self._met = True
         # The trainers may still be removing the weights that the engines loaded last.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
-        await self._watched(self._sent(version, what), what)
+        trainers: Any = self._verls.actor_wg
+        sending = trainers.update_weights(global_steps=version, mode=self._verls.backend)
+        await self._watched(_all(sending, f"{what} failed in the trainer"), what)
         return True
 
     async def load(self, version: int) -> None:
@@ -137,50 +122,30 @@ class CachedTransfer(WeightTransfer):
         try:
             verls.backend_cls.build_topology(len(places) - len(workers), len(workers), places)
         except ValueError as error:
-            raise WeightSyncError(str(error)) from error
+            raise RolloutFailedError(str(error)) from error
 
     def _ask_trainers(self, method: str) -> list[Any]:
         trainers: Any = self._verls.actor_wg
         return trainers.execute_checkpoint_engine([method] * trainers.world_size)
 
 
-class HeldTransfer(WeightTransfer):
-    """Runs verl's own sync, but for its abort: the engines are held instead. Not run on a GPU."""
-
-    async def load(self, version: int) -> None:
-        what = f"weight sync of version {version}"
-        # verl blocks its thread until both sides are done.
-        sync = in_thread(partial(self._verls.update_weights, version))
-        failed = f"{what} failed in the trainer or beside an engine"
-        await self._watched(_all([sync], failed), what, self._verls.replicas)
-
-
 class HeldCheckpointManager(CheckpointEngineManager):
-    """verl's manager for engines that the driver holds during the transfer, with their requests and KV cache."""
+    """verl's manager for engines that are idle, or that the driver holds with their requests and KV cache."""
 
     @auto_await
     async def abort_replicas(self, reject_request: bool = False) -> None:
-        """Abort nothing: a held engine makes no token."""
+        """Do nothing: a held engine makes no token, and its requests go on with their cache when the driver resumes it."""
 
-    @auto_await
-    async def resume_generation_replicas(self) -> None:
-        """Resume nothing: the driver resumes the engines that it holds."""
-
-    @auto_await
-    async def release_kv_cache_replicas(self) -> None:
-        """Keep the cache: held requests go on with it. verl would first wait for them to end."""
-
-    @auto_await
-    async def resume_kv_cache_replicas(self) -> None:
-        """Restore nothing: the cache was kept."""
+    # verl would otherwise wait for the held requests to end, and give their cache away.
+    resume_generation_replicas = release_kv_cache_replicas = resume_kv_cache_replicas = abort_replicas
 
 
 async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
-    """Await ``refs``; the first error of Ray's becomes a ``WeightSyncError`` that begins with ``failed``."""
+    """Await ``refs``; the first error of Ray's becomes a ``RolloutFailedError`` that begins with ``failed``."""
     try:
         return await asyncio.gather(*refs)
     except RayError as error:
-        raise WeightSyncError(f"{failed}: {one_line(error)}") from error
+        raise RolloutFailedError(f"{failed}: {one_line(error)}") from error
 
 
 async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
@@ -191,10 +156,10 @@ async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
 
 
 async def _raise_failure(replicas: Sequence[RolloutReplica], what: str) -> None:
-    """Raise ``WeightSyncError`` if one of ``replicas`` reports that the sync failed on its side, or has died."""
+    """Raise ``RolloutFailedError`` if one of ``replicas`` reports that the sync failed on its side, or has died."""
     for replica, error in zip(replicas, await asyncio.gather(*map(_failure_of, replicas)), strict=True):
         if error is not None:
-            raise WeightSyncError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
+            raise RolloutFailedError(f"{what} failed in vLLM replica {replica.server_address}: {error}")
 
 
 async def _failure_of(replica: RolloutReplica) -> str | None:
@@ -211,8 +176,7 @@ class RecipeCheckpointManager:
 
     Args:
         verls: the checkpoint manager that verl made.
-        deadline_s: seconds for a transfer.
-        recorder: of the run.
+        recorder: of the run; its settings have the deadline.
         end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
         driver: PR's. None: noPR, or a validation alone, which starts no version.
     """
@@ -220,13 +184,14 @@ class RecipeCheckpointManager:
     def __init__(
         self,
         verls: CheckpointEngineManager,
-        deadline_s: float,
         recorder: Recorder,
         end_step: Callable[[int | None], int],
         driver: Driver | None,
     ) -> None:
         self._verls = verls
-        self._transfer = transfer_of(verls, deadline_s)
+        cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
+        transfer = CachedTransfer if cached else WeightTransfer
+        self._transfer = transfer(verls, recorder.settings.deadlines.weight_sync_s)
         self._recorder, self._end_step, self._driver = recorder, end_step, driver
 
     @auto_await
@@ -240,7 +205,7 @@ class RecipeCheckpointManager:
         verl's loops call it once an update is done, also one of the critic alone. None: the version sent last, again.
 
         Raises:
-            WeightSyncError: a replica or the trainer failed; the message names it.
+            RolloutFailedError: a replica or the trainer failed; the message names it.
             NoAnswerError: the deadline passed.
         """
         version, start = self._end_step(global_steps), time.time()
@@ -256,6 +221,6 @@ class RecipeCheckpointManager:
     async def _send(self, version: int) -> None:
         start = time.time()
         if await self._transfer.stage(version):
-            self._recorder.phase("stage", version, start, time.time())
+            self._recorder.phase("stage", version, start)
         async with self._driver.loading(version) if self._driver else nullcontext():
             await self._transfer.load(version)

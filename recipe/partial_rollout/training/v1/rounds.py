@@ -56,13 +56,7 @@ class RoundBuffer:
 
         Raises:
             DataEndedError: there is none.
-            RuntimeError: TransferQueue still holds samples of another.
         """
-        left = (tq.kv_list(_PARTITION) or {}).get(_PARTITION, {})
-        if left:
-            raise RuntimeError(
-                f"TransferQueue holds {len(left)} samples before step {global_steps}, {next(iter(left))} first"
-            )
         prompts = DataProto.from_single_dict(self._next_rows())
         prompts.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(prompts))], dtype=object)
         prompts.meta_info["global_steps"] = global_steps
