@@ -9,7 +9,7 @@ from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.training.schedule import check_schedule
+from recipe.partial_rollout.training.trainer_config import check_schedule
 
 OPTIM = "actor_rollout_ref.actor.optim"
 ROWS, STEPS = 26, 12

@@ -29,9 +29,8 @@ from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dat
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
-from recipe.partial_rollout.training.schedule import check_schedule
 from recipe.partial_rollout.training.trackers import choose_mode
-from recipe.partial_rollout.training.trainer_config import choose_attention
+from recipe.partial_rollout.training.trainer_config import check_schedule, choose_attention
 from verl_ext.command import foreign_recipe
 
 Kind = Literal["setting", "missing"]

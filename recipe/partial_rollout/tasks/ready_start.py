@@ -83,7 +83,8 @@ def _code_lines(source: str) -> str:
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            for line in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[line] = ""
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
