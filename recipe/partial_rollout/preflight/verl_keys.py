@@ -4,6 +4,9 @@ verl does not check this. It takes a word such as ``off`` for true; text for a n
 config file changes nothing. A key that is not in ``VALUES`` has the type of verl's default: a flag, a number or a section.
 """
 
+# Pyright does not let an alias of Annotated be joined with None in an expression; Python does.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import os
