@@ -26,9 +26,9 @@ _THREADS = 2**20
 
 
 class _Compressed:
-    """The config as an argument of an actor: Ray keeps small ones with the actor, and cannot start it again without them.
+    """The config as an argument of an actor; the actor receives the config itself.
 
-    Whoever receives it has the config itself.
+    Ray stores small arguments in the actor's spec. It may lose larger ones, and cannot restart the actor then.
     """
 
     def __init__(self, config: Any) -> None:

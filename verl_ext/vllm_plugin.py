@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
-Its patches of the scheduler: it counts what it preempts for want of KV blocks, and 0.24.0 tells all that it preempts. vLLM
-counts with its statistics only, which cost every step, which verl switches off (``rollout.disable_log_stats=True``),
+Its patches of the scheduler: it counts the requests that it preempts for want of KV blocks. With 0.24.0 it also reports
+requests to its workers that an emptied cache preempts. vLLM counts with its statistics only, which cost every step, which verl switches off (``rollout.disable_log_stats=True``),
 and which a stat-logger plugin would switch on in every engine. They also count what is preempted while the scheduler is
 paused, by which vLLM empties its cache: a hold, not a want of blocks. The count may go when vLLM's tells the two apart;
 the telling, with 0.24.0.
@@ -85,7 +85,7 @@ def register() -> None:
         if installed_pair() == GPU_PAIR:
             when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
-        # The platform imports verl, which loads the plugin, which needs the platform whole: verl comes first.
+        # Import verl first: importing the platform alone would load verl's plugin before the platform is complete.
         import verl  # noqa: F401
 
         from verl_ext import cpu

@@ -188,7 +188,7 @@ class RunCheckpoints:
         self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
             if superseded:
-                # The run leaves what trackers know of it: they drop what is logged again for a step.
+                # A new tracker id: trackers ignore a step that they already have.
                 self.resumed = structs.replace(self.resumed, run=self.run)
                 write_manifest(self.chosen, self.resumed)
             elif self.resumed.run_dir == str(self.run_dir.resolve()):

@@ -45,7 +45,7 @@ _FOLLOWS = {
 }
 """the only state from which each state of a group can be entered; it begins as WAITING"""
 _ANEW = None
-"""Nobody has its conversation: INTERRUPTED if it is single-turn and any worker may go on from its tokens, else WAITING."""
+"""The state of a sample without a worker, which ``move`` computes: INTERRUPTED if its tokens last, else WAITING."""
 
 VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
     "admit": ((SampleState.WAITING,), _ANEW),
@@ -63,7 +63,7 @@ VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
 
 @dataclass(slots=True)
 class Reserve:
-    """Prompts that were offered, in training order, and are not admitted yet."""
+    """Prompts that were offered, in dispatch order, and are not admitted yet."""
 
     prompts: deque[Prompt] = field(default_factory=deque)
     last_offered: str | None = None
@@ -102,9 +102,9 @@ class Counters:
     """response tokens of these"""
     interrupted: int = 0
     failed: int = 0
-    """errors of agent loops"""
+    """failures of agent loops and rewards"""
     masked: int = 0
-    """samples that failed for good"""
+    """samples that used up their retries"""
     filtered_groups: int = 0
     """consumed without being trained, because all samples have the same score"""
     spared_groups: int = 0
@@ -148,9 +148,9 @@ class Groups:
     taken: list[PromptGroup] = field(default_factory=list)
     """TAKEN groups: the batch that the trainer has"""
     admitted: list[str] = field(default_factory=list)
-    """uids of the groups entered that are not in the ledger yet"""
+    """uids of the groups entered that ``run.jsonl`` does not have yet"""
     filtered: list[FilteredGroup] = field(default_factory=list)
-    """FILTERED groups that are not in the ledger yet"""
+    """FILTERED groups that ``run.jsonl`` does not have yet"""
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Groups:
         """TAKEN -> TRAINED: the trainer has updated on its batch.
 
         Returns:
-            Uids of the groups entered, and the groups filtered, since the last call; the ledger gets them with the batch.
+            Uids of the groups entered, and the groups filtered, since the last call: for the batch's line in ``run.jsonl``.
         """
         for group in self.taken:
             self._move(group, GroupState.TRAINED)
@@ -250,7 +250,7 @@ class Groups:
         group.state = state
 
     def _no_longer(self, birth: int | None) -> None:
-        """A group of this birth is no longer in flight, or no longer WAITING."""
+        """Count one group less of this birth: it is no longer in flight, or no longer WAITING."""
         self.births[birth] -= 1
         if not self.births[birth]:
             del self.births[birth]

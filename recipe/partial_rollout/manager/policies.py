@@ -26,7 +26,7 @@ class FailureVerdict(StrEnum):
     MASK = "mask"
     """the sample is FINISHED, with a masked output"""
     RAISE = "raise"
-    """everyone who waits fails"""
+    """the run ends: ``claim`` and ``wait_batch`` raise"""
 
 
 def verdict_on(failures: int, limits: FailureLimits) -> FailureVerdict:

@@ -57,7 +57,7 @@ class Segment:
     stop_reason: str | None = None
     """the engine's stop reason if the turn is complete; None if the engine call was interrupted, or held after it"""
     turn: int = 0
-    """number of its turn in the sample; turns may run beside each other"""
+    """number of its turn in the sample; turns may run concurrently"""
     asked: str = ""
     """digest of the prompt and the sampling parameters of its turn (``live_sample.digest_of``)"""
 
@@ -92,7 +92,7 @@ class SampleOutput:
     versions: np.ndarray
     """int32 [R]; policy version of each generated token, -1 where the mask is 0"""
     segments: int
-    """engine calls that generated it"""
+    """engine calls that generated it; a call that was held counts once for each version"""
     reward_score: float | None
     reward_extra_info: dict[str, Any]
     num_turns: int
@@ -100,7 +100,7 @@ class SampleOutput:
     """verl's agent-loop metrics (seconds), and the ``untrained_tokens`` that were decoded for it"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
-    """whether this replaces a sample that failed for good: mask all 0, no reward, ``prompt_ids`` empty"""
+    """whether this replaces a sample that has used up its retries: mask all 0, no reward, ``prompt_ids`` empty"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
@@ -155,9 +155,9 @@ class Sample:
     segments: list[Segment] = field(default_factory=list)
     """what its engine calls have made, oldest first"""
     failures: int = 0
-    """times that its agent loop raised"""
+    """failures of its agent loop or reward"""
     error: str | None = None
-    """the last error that its agent loop raised, in one line"""
+    """the last of these errors, in one line"""
     output: SampleOutput | None = None
     """once it has finished, until its group is READY"""
     since: float = 0.0
@@ -224,7 +224,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class FilteredGroup:
-    """A group that was consumed without being trained, as recorded in the ledger."""
+    """A group that was consumed without being trained, as recorded in ``run.jsonl``."""
 
     uid: str
     order: int
@@ -339,7 +339,7 @@ class Standing:
     running: int
     """samples that hold a slot of a worker"""
     oldest: int
-    """versions since the first token of the oldest group in flight; 0 if none has begun"""
+    """versions since the oldest group in flight started; 0 if none has started"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class ReadyBatch:
     groups: list[TakenGroup]
     """the caller fetches their outputs from the store"""
     carried_groups: int
-    """groups that were in flight when its version began"""
+    """groups that had started when its version began, and were not trained (ACTIVE or READY)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The checks of a run before Ray starts: one list in one order.
 
 A run refuses the first mistake. ``--check`` makes a finding of each mistake and goes on, so a run never refuses what
-``--check`` has passed. Nothing is started or written before the last check.
+``--check`` has passed. Before the last check nothing is started, and nothing is written but caches. ``main_ppo.begin``
+then locks and makes the run's directory.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _check_sources(key: str, table: Any) -> None:
     """Raise ``ConfigError`` for a ``data_source`` that verl has no reward function for."""
     for source in table.unique("data_source"):
         try:
-            # What verl has fails otherwise, for there is nothing to score; one of them prints.
+            # A scorer that exists raises something else, because it gets nothing to score; one of them prints.
             with redirect_stdout(StringIO()):
                 default_compute_score(source, None, None)
         except NotImplementedError as error:

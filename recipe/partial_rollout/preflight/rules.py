@@ -68,7 +68,7 @@ _V1, _REWARD_MODEL, _FILTERED = "trainer.use_v1=True", "reward.reward_model.enab
 
 
 def _temporary() -> str:
-    """The directory in which Ray makes its own, as Ray chooses it."""
+    """The parent of Ray's temporary directory, as Ray chooses it."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
@@ -163,7 +163,10 @@ _TRAINING = (
         ),
     ),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
-    *(only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed once whole") for who in ("actor", "critic")),
+    *(
+        only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed as soon as verl's save returns")
+        for who in ("actor", "critic")
+    ),
     Rule(
         "actor.checkpoint.save_contents",
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
@@ -308,7 +311,7 @@ _PARTIAL_ROLLOUT = (
         only("rollout.calculate_log_probs", True, "samples span versions: the engine's own log-probs are needed"),
         only("rollout.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
         only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
-        only("rollout.disaggregation.enabled", False, "an interrupted sample is prefilled again where it is decoded"),
+        only("rollout.disaggregation.enabled", False, "a resumed sample is prefilled on the replica that decodes it"),
         only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
         *where(
             "partial_rollout.resume_kv=keep",

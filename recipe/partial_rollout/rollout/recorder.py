@@ -63,10 +63,10 @@ def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float,
     Raises:
         RolloutFailedError: they are too many.
     """
-    what, fate = ("validation", "count in no mean") if validate else ("batch", "are masked")
+    what, fate = ("validation", "are left out of the means") if validate else ("batch", "are masked")
     if len(errors) > max_masked_fraction * samples:
         raise RolloutFailedError(
-            f"{len(errors)} of the {samples} samples of a {what} failed for good, more than "
+            f"{len(errors)} of the {samples} samples of a {what} used up their retries, more than "
             f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {errors[0]}"
         )
     if errors:

@@ -341,7 +341,7 @@ class TrainerRun(_VerlsTrainer):
         return self.step_log.extend({**loss.logged(data), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
-        """Stop verl's ``fit`` if asked to, here and nowhere else: the step is logged, and the next has not begun."""
+        """Close a logged step; stop verl's ``fit`` here if a signal has come. In a round ``Driver.next_batch`` stops it."""
         self._note_training()
         self.step_log.close(step, self.recorder.log.last_round)
         if step < self.steps.last:

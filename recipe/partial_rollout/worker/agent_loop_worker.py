@@ -136,7 +136,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             cloudpickle.dumps((output.extra_fields, output.reward_extra_info))  # type: ignore[attr-defined]
         except Exception as error:
             raise TypeError(
-                f"sample {sample.id}: its agent loop or reward leaves what cannot be sent: {error}"
+                f"sample {sample.id}: its extra fields or its reward's extra info cannot be pickled: {error}"
             ) from error
         return output
 

@@ -200,7 +200,7 @@ class LiveSample:
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
     turns: list[Turn] = field(default_factory=list)
-    """in the order in which they began; some may run beside each other"""
+    """in the order in which they began; some may run concurrently"""
     calls: int = 0
     """requests to replicas"""
     granted: asyncio.Event = field(default_factory=asyncio.Event)
