@@ -228,9 +228,8 @@ class Guard:
 
     async def follow_lengths(self, calls: Sequence[EngineCall]) -> None:
         """Fit the slots to the ``calls`` of a step. Samples that are granted keep theirs."""
-        slots = self._recorder.slots
-        if slots.update(calls):
-            resizing = self._manager.resize_workers.remote(slots.of_a_worker(len(self._workers)))
+        if self._recorder.slots.update(calls):
+            resizing = self._manager.resize_workers.remote(self._recorder.slots.of_a_worker(len(self._workers)))
             await self.wait(resizing, "telling the manager of the workers' slots")
 
     # -- questions to the workers ----------------------------------------------------------------------------------
