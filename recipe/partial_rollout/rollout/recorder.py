@@ -112,9 +112,8 @@ class Recorder:
             "trained/tokens": sum(group.tokens for group in round_.trained),
             "lost_samples": round_.lost_samples,
         }
-        use = self._devices and self._devices.within(round_.phase.start, round_.phase.end)
         optional = {
-            "rollout/device_use": use,
+            "rollout/device_use": self._devices and self._devices.within(round_.phase.start, round_.phase.end),
             "timing/interrupt_s": round_.interrupt_s,
             "timing/resume_s": round_.resume_s,
         }
