@@ -235,26 +235,6 @@ async def test_round_ends_when_a_trainer_dies_and_nothing_of_it_goes_on():
 # -- engines that decode keep the stall away -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("readings", "progress"),
-    [
-        # Tokens since the engine's start: one more, none more; a restarted engine begins anew, and makes one.
-        ([{"a": 5, "b": 0}, {"a": 5, "b": 1}, {"a": 5, "b": 1}], 1),
-        ([{"a": 5}, {"a": 0}, {"a": 1}], 1),
-        # b does not answer once, and has made nothing meanwhile.
-        ([{"a": 1, "b": 4}, {"a": 1}, {"a": 1, "b": 4}], 0),
-    ],
-)
-async def test_manager_is_told_of_engines_that_make_tokens(readings, progress):
-    async with life() as one:
-        loads = [{address: (1, tokens) for address, tokens in reading.items()} for reading in readings]
-        one.run.control.load = AsyncMock(side_effect=[*loads, asyncio.CancelledError])
-        with pytest.raises(asyncio.CancelledError):
-            await one.batch()
-        told = [decoded for (decoded,), _ in one.manager.standing.call_args_list]
-        assert sum(told) == progress and len(told) == len(readings) - 1
-
-
 async def test_round_of_one_long_response_lasts_while_it_is_decoded(prompts):
     actor = ManagerActor(settings_of(overlap=0.0, stall_s=QUICK.stall_s), InProcess())
     await actor.register_worker("w0", 4)

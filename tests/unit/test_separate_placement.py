@@ -1,16 +1,11 @@
-"""Separate placement: what it sets and needs, and where its engines start; what cannot work is in ``test_config``."""
-
-import asyncio
-from types import SimpleNamespace
+"""Separate placement: what it sets and needs; what cannot work is in ``test_config``, where its engines start in e2e."""
 
 import pytest
-from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import check_settings, rules
 from recipe.partial_rollout.preflight.inputs import check_cluster
 from verl_ext.guard import Pair
-from verl_ext.standalone_engines import StandaloneServerManager
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -41,39 +36,3 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     monkeypatch.setattr(rules, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
     with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM 0\.11\.0: only the pinned"):
         check_settings(config)
-
-
-class Group:
-    """Stands for a ``RayWorkerGroup``."""
-
-    world_size = 4
-
-
-class Replica:
-    """Says how it is started."""
-
-    _server_handle = _server_address = started = None
-
-    def __init__(self, **sizes):
-        pass
-
-    async def init_hybrid(self, worker_group):
-        self.started = "hybrid"
-
-    async def init_standalone(self):
-        self.started = "standalone"
-
-
-def test_engines_get_the_rollouts_devices_instead_of_the_trainers(resolved_config):
-    ours = ("partial_rollout.placement=separate", "actor_rollout_ref.rollout.nnodes=1")
-    config = resolved_config("quickstart_cpu", *ours, "actor_rollout_ref.rollout.n_gpus_per_node=3")
-
-    def start(manager_class):
-        """As ``RayPPOTrainer.init_workers`` calls it, with four trainers."""
-        manager = manager_class(config=config, worker_group=Group(), rollout_resource_pool=SimpleNamespace())
-        manager.rollout_replica_class = Replica
-        asyncio.run(manager._initialize_llm_servers())
-        return [each.started for each in manager.rollout_replicas]
-
-    assert start(LLMServerManager) == ["hybrid"] * 4
-    assert start(StandaloneServerManager) == ["standalone"] * 3

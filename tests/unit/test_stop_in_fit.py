@@ -346,16 +346,6 @@ def test_adaptive_kl_coefficient_goes_on_where_the_checkpoint_left_it(life, monk
     assert second.kl_ctrl_in_reward.value == pytest.approx(values[STEPS])
 
 
-def test_coefficient_that_a_checkpoint_lacks_starts_over_and_is_told(life, monkeypatch, capsys):
-    monkeypatch.setattr(verl_trainer, "apply_kl_penalty", penalized)
-    fixed = "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1", "trainer.save_freq=1"
-    assert life(*fixed, stop_at=("round", 3)).kl_ctrl_in_reward.value == 0.1
-    assert "algorithm.kl_ctrl" not in capsys.readouterr().out
-    trainer = life(*ADAPTIVE)
-    assert trainer.kl_ctrl_in_reward.value == pytest.approx(0.1 * 1.08 ** (STEPS - 2))
-    assert "global_step_2 has no coefficient of algorithm.kl_ctrl: it starts at 0.1" in capsys.readouterr().out
-
-
 def test_error_log_has_what_samples_raised(life, tmp_path, monkeypatch, capsys):
     def refuse(self, batch):
         # As it may quote a row.

@@ -20,7 +20,7 @@ from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training import weight_transfer
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightTransfer
-from recipe.partial_rollout.waits import NoAnswerError, finished
+from recipe.partial_rollout.waits import NoAnswerError
 from verl_ext.shm_weights import ShmCheckpointEngine
 
 SERVER_DIED = RayActorError()
@@ -40,16 +40,6 @@ def answering(answer, log=None, name=None, hangs=False):
         return answer
 
     return SimpleNamespace(remote=remote)
-
-
-@pytest.fixture(autouse=True)
-def trainers_in_process(monkeypatch):
-    """verl waits for the trainers in a thread of its own."""
-
-    async def all_of(sent):
-        return await asyncio.gather(*sent)
-
-    monkeypatch.setattr("verl.checkpoint_engine.base.ray.get", lambda sent: finished(all_of(sent)))
 
 
 class Replica:
@@ -158,7 +148,6 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
 def verls_manager(backend, backend_cls, trainers, replicas):
     verls = CheckpointEngineManager.__new__(CheckpointEngineManager)
     verls.backend, verls.backend_cls, verls.actor_wg, verls.replicas = backend, backend_cls, trainers, replicas
-    verls.config = SimpleNamespace(backend=backend, custom_backend_module=None)
     return verls
 
 
@@ -262,7 +251,6 @@ def test_replica_that_dies_in_the_weight_sync_ends_the_run_by_name(placement):
     run = build(placement, "naive", trainer={"kills": 1})
     with pytest.raises(RolloutFailedError, match=r"weight sync of version 3 failed in vLLM replica b: the server died"):
         run.manager.update_weights(3)
-    run.replicas[1].dead_with = None
     assert "version 3 begins" not in run.log, "an engine lacks it"
 
 
@@ -292,6 +280,7 @@ def test_other_backends_send_as_verl_does_without_abort_or_release(monkeypatch):
     monkeypatch.setattr(manager, "build_process_group", lambda self, rollout: log.append("group"))
     replica = SimpleNamespace(workers=["w"], server_address="a", server_handle=None)
     verls = verls_manager("nccl", object, Group("trainer"), [replica])
+    verls.config = SimpleNamespace(backend="nccl", custom_backend_module=None)
     transfer = WeightTransfer(verls, 5.0)
 
     async def sync():

@@ -54,7 +54,7 @@ verl.utils.device <- plugin v1
     calls: auto_set_device(config)
 transfer_queue <- rounds trainer task_runner
     has: KVBatchMeta close
-    calls: init(conf) kv_list(partition_id) kv_batch_put(*, keys, partition_id, fields, tags)
+    calls: init(conf) kv_batch_put(*, keys, partition_id, fields, tags)
 transfer_queue:KVBatchMeta <- rounds trainer
     has: keys tags partition_id extra_info
 verl.trainer.main_ppo_v0:BaseTaskRunner <- task_runner

@@ -10,9 +10,6 @@ from collections.abc import Callable
 import ray
 from tqdm import tqdm
 
-_KEPT = 100_000
-"""samples; at the usual interval those of the last fourteen hours"""
-
 
 class DeviceUse:
     """Samples in a thread of its own, until the process ends.
@@ -24,8 +21,8 @@ class DeviceUse:
 
     def __init__(self, sample: Callable[[], float], every_s: float = 0.5) -> None:
         self._sample, self._every_s = sample, every_s
-        self._seen: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        """unix seconds and share"""
+        self._seen: deque[tuple[float, float]] = deque(maxlen=100_000)
+        """unix seconds and share; at the usual interval those of the last fourteen hours"""
         threading.Thread(target=self._watch, name="device use", daemon=True).start()
 
     @classmethod

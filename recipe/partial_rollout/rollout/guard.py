@@ -177,9 +177,10 @@ class Guard:
         await asyncio.gather(*[self._start(i) for i in range(len(self._workers))])
 
     async def _start(self, i: int) -> None:
-        run, share = self._recorder, i / len(self._workers)
-        slots, servers = run.slots.of_a_worker(len(self._workers)), run.control.servers
-        connecting = self._workers[i].connect.remote(self._names[i], self._manager, slots, servers, share)
+        run, count = self._recorder, len(self._workers)
+        connecting = self._workers[i].connect.remote(
+            self._names[i], self._manager, run.slots.of_a_worker(count), run.control.servers, i / count
+        )
         await wait(connecting, START_S, f"starting {self._names[i]}")
         self._serve(i)
 
@@ -228,9 +229,8 @@ class Guard:
 
     async def follow_lengths(self, calls: Sequence[EngineCall]) -> None:
         """Fit the slots to the ``calls`` of a step. Samples that are granted keep theirs."""
-        slots = self._recorder.slots
-        if slots.update(calls):
-            resizing = self._manager.resize_workers.remote(slots.of_a_worker(len(self._workers)))
+        if self._recorder.slots.update(calls):
+            resizing = self._manager.resize_workers.remote(self._recorder.slots.of_a_worker(len(self._workers)))
             await self.wait(resizing, "telling the manager of the workers' slots")
 
     # -- questions to the workers ----------------------------------------------------------------------------------

@@ -49,10 +49,11 @@ class StepBatch:
         Raises:
             RolloutFailedError: it has fewer than ``size`` groups, or too many masked samples.
         """
-        groups = self.ready.groups
-        if len(groups) != size:
-            raise RolloutFailedError(f"the data ran out with {len(groups)} groups ready; a batch needs {size}")
-        outputs = [output for group in groups for output in group.outputs]
+        if len(self.ready.groups) != size:
+            raise RolloutFailedError(
+                f"the data ran out with {len(self.ready.groups)} groups ready; a batch needs {size}"
+            )
+        outputs = [output for group in self.ready.groups for output in group.outputs]
         errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
         tell_failed(errors, len(outputs), max_masked_fraction)
 
@@ -111,9 +112,8 @@ class Recorder:
             "trained/tokens": sum(group.tokens for group in round_.trained),
             "lost_samples": round_.lost_samples,
         }
-        use = self._devices and self._devices.within(round_.phase.start, round_.phase.end)
         optional = {
-            "rollout/device_use": use,
+            "rollout/device_use": self._devices and self._devices.within(round_.phase.start, round_.phase.end),
             "timing/interrupt_s": round_.interrupt_s,
             "timing/resume_s": round_.resume_s,
         }

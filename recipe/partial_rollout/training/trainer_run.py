@@ -177,10 +177,17 @@ class TrainerRun(_VerlsTrainer):
                 trainers=self.actor_rollout_wg.workers,
                 stop=self.stop,
             )
-        show, pad_id = partial(self.step_log.show, tokenizer=self.tokenizer), self.tokenizer.pad_token_id
-        rollout.connect(recorder, self.steps, self.stop, show, pad_id, self.driver)
-        driver = self.driver if self.files.trains else None
-        self.checkpoint_manager = RecipeCheckpointManager(self.checkpoint_manager, recorder, self._end_step, driver)
+        rollout.connect(
+            recorder,
+            self.steps,
+            self.stop,
+            on_batch=partial(self.step_log.show, tokenizer=self.tokenizer),
+            pad_id=self.tokenizer.pad_token_id,
+            driver=self.driver,
+        )
+        self.checkpoint_manager = RecipeCheckpointManager(
+            self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None
+        )
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""

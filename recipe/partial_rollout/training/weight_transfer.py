@@ -42,7 +42,7 @@ _ANSWER_S = 10.0
 
 
 class WeightTransfer:
-    """Runs verl's own sync, but for its aborts: the engines are idle or held. The base of the transfer with a cache.
+    """Sends weights to engines that are idle or held. The base of the transfer with a cache.
 
     Both parts raise ``RolloutFailedError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
 
@@ -62,10 +62,18 @@ class WeightTransfer:
     async def load(self, version: int) -> None:
         """Send the weights and their version to every engine, which is idle and alive."""
         what, verls = f"weight sync of version {version}", self._verls
-        held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
-        # verl blocks its thread until both sides are done.
-        sync = in_thread(partial(held.update_weights, version))
-        await self._watched(_all([sync], f"{what} failed in the trainer"), what, verls.replicas)
+        if verls.backend == "naive":
+            sync = self._sent(version)
+        else:
+            held = HeldCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
+            # verl blocks its thread until both sides are done.
+            sync = [in_thread(partial(held.update_weights, version))]
+        await self._watched(_all(sync, f"{what} failed in the trainer"), what, verls.replicas)
+
+    def _sent(self, version: int) -> list[Any]:
+        """Have the trainers send their weights; returns references to the ends of it."""
+        trainers: Any = self._verls.actor_wg
+        return trainers.update_weights(global_steps=version, mode=self._verls.backend)
 
     async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
         """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
@@ -96,9 +104,7 @@ class CachedTransfer(WeightTransfer):
         # The trainers may still be removing the weights that the engines loaded last.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
-        trainers: Any = self._verls.actor_wg
-        sending = trainers.update_weights(global_steps=version, mode=self._verls.backend)
-        await self._watched(_all(sending, f"{what} failed in the trainer"), what)
+        await self._watched(_all(self._sent(version), f"{what} failed in the trainer"), what)
         return True
 
     async def load(self, version: int) -> None:
@@ -130,7 +136,7 @@ class CachedTransfer(WeightTransfer):
 
 
 class HeldCheckpointManager(CheckpointEngineManager):
-    """verl's manager for engines that are idle, or that the driver holds with their requests and KV cache."""
+    """verl's manager for engines that the driver holds, with their requests and KV cache. Not run on a GPU."""
 
     @auto_await
     async def abort_replicas(self, reject_request: bool = False) -> None:
