@@ -60,7 +60,7 @@ def test_engine_is_fsdp2_by_default_and_megatron_is_one_override(built):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (main_ppo.CONF_DIR / "algorithm").glob("*.yaml")))
-def test_algorithm_is_corrected_under_partial_rollout_and_verls_own_without(resolved_config, name):
+def test_algorithm_is_corrected_under_pr_and_verls_own_without(resolved_config, name):
     own = {"gpg": "gpg", "gspo": "gspo", "sapo": "sapo"}.get(name)
     baseline = resolved_config("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
     main_ppo.wire(baseline)

@@ -275,7 +275,7 @@ def test_devices_that_share_a_model_share_its_batch_and_its_longest_sample(confi
         check_config(configure(*odd))
 
 
-def test_reward_function_beside_a_reward_model_must_take_its_address_and_tokenizer(configure, tmp_path):
+def test_reward_beside_a_reward_model_must_take_its_address_and_tokenizer(configure, tmp_path):
     """verl hands them to the function of each sample, which would fail."""
     arguments = "data_source, solution_str, ground_truth, extra_info"
     given = (f"{arguments}=None", f"{arguments}, reward_router_address", f"{arguments}, **more")

@@ -193,7 +193,7 @@ def test_file_or_class_that_makes_no_dataset_is_refused_by_its_key(check, tmp_pa
 OWN_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=mine"
 
 
-def test_own_loop_may_read_another_kind_of_prompt_but_messages_must_be_written(check):
+def test_own_loop_may_read_another_kind_of_prompt(check):
     check([row(ASKED)], BRANCHES, OWN_LOOP)
     with pytest.raises(ConfigError, match="'role': 'human'"):
         check([row(({"role": "human", "content": ASKED},))], BRANCHES, OWN_LOOP)

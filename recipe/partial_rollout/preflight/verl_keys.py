@@ -50,6 +50,8 @@ _OPEN = {
     "ray_kwargs.ray_init",
 }
 """nodes that take any key: code of the user's, the engine or Ray reads what they hold"""
+# pyright: reportOperatorIssue=false
+# It takes "FromOne | None" in a dictionary for an operation on values.
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
 VALUES: dict[str, Any] = {
