@@ -1,10 +1,10 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
 Its patches of the scheduler: it counts the requests that it preempts for want of KV blocks. With 0.24.0 it also reports
-requests to its workers that an emptied cache preempts. vLLM counts with its statistics only, which cost every step, which verl switches off (``rollout.disable_log_stats=True``),
-and which a stat-logger plugin would switch on in every engine. They also count what is preempted while the scheduler is
-paused, by which vLLM empties its cache: a hold, not a want of blocks. The count may go when vLLM's tells the two apart;
-the telling, with 0.24.0.
+requests to its workers that an emptied cache preempts. vLLM counts with its statistics only. They cost every step, verl
+switches them off (``rollout.disable_log_stats=True``), and a stat-logger plugin would switch them on in every engine. They
+also count the requests that vLLM preempts to empty its cache while the scheduler is paused: a hold, not a want of blocks.
+The count may go when vLLM's tells the two apart; the report, with 0.24.0.
 """
 
 from __future__ import annotations
