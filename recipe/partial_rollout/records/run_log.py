@@ -62,8 +62,6 @@ class EngineCall(Struct, frozen=True, array_like=True, gc=False):
     """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not noted"""
     interrupted: bool = False
     """whether the engine aborted it, so that the sample resumes with another call"""
-    earlier_tokens: int = 0
-    """of ``context_tokens``, those of the conversation's earlier turns, if it begins a turn: what it reads again"""
     waited_s: float = 0.0
     """seconds before ``start`` that its sample waited for a slot in an open round; 0 if not noted, and under noPR"""
 

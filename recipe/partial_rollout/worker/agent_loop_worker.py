@@ -119,10 +119,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._reporting = asyncio.create_task(self._claims.reported())
         self._reporting.add_done_callback(lambda _: garbage.release())
 
-    async def flush(self) -> float:
-        """Wait until the manager knows everything of the closed round; returns when it first did (unix seconds)."""
+    async def flush(self) -> None:
+        """Wait until the manager knows everything of the closed round."""
         # A worker that replaces another has closed none.
-        return await (self._reporting or self._claims.reported())
+        await (self._reporting or self._claims.reported())
 
     async def _run_granted(self, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.

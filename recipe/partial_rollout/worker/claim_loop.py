@@ -159,8 +159,8 @@ class ClaimLoop:
         while True:
             self.run(await result_of(self.manager.claim.remote(self.name)))
 
-    async def reported(self) -> float:
-        """Wait until no engine call runs, and report everything; returns when the manager knows it (unix seconds)."""
+    async def reported(self) -> None:
+        """Wait until no engine call runs, and report everything; returns once the manager knows it."""
         while self._running:
             self._ended.clear()
             await self._ended.wait()
@@ -168,7 +168,6 @@ class ClaimLoop:
             # A sample in a tool or reward call, which may outlast a checkpoint, has a finished turn to report.
             self.outbox.report(sample)
         await self.outbox.sent()
-        return time.time()
 
     # -- samples ---------------------------------------------------------------------------------------------------
 

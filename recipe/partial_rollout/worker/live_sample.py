@@ -130,8 +130,6 @@ class Request:
     """None: it is no training sample's"""
     resumed_tokens: int = 0
     """tokens of the prompt that an engine has read or made before"""
-    begins: bool = False
-    """whether it begins a turn"""
     waited_s: float = 0.0
     """see ``EngineCall``"""
     address: str = ""

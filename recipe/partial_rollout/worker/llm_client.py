@@ -243,7 +243,6 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     sample.place,
                     sample,
                     resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
-                    begins=not turn.segments,
                     waited_s=time.time() - asked,
                 )
                 try:

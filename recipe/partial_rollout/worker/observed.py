@@ -138,7 +138,6 @@ class ObservedLLMClient(LLMServerClient):
                 # a "#" is for PR's.
                 sample=request.sample.id if request.sample else str(request_id)[:_ID_DIGITS].replace("#", "-"),
                 interrupted=output.stop_reason in ABORTED,
-                earlier_tokens=prefilled if request.begins else 0,
                 waited_s=round(request.waited_s, 3),
             )
         )
