@@ -66,7 +66,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
     """the ``ClaimLoop``'s"""
-    _reporting: asyncio.Task[float] | None = None
+    _reporting: asyncio.Task[None] | None = None
     """of the round that was closed last; its result is when the manager knew everything (unix seconds)"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
