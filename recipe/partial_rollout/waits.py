@@ -180,8 +180,3 @@ async def whole(awaitable: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``coroutine``'s result, from code that is not asynchronous."""
-    return asyncio.run(coroutine)

@@ -22,7 +22,6 @@ from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
-from recipe.partial_rollout.waits import finished
 from tests.bench.scripted_engine import ScriptedWorker
 
 # Ray's workers cannot import a test module.
@@ -126,9 +125,9 @@ class ScriptedTraining:
         self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
         self.guard = Guard(self.recorder, self.manager, self.workers, None, [], StopSignals.of_process())
         self.driver = Driver(self.recorder, training, source, self.manager, store, self.guard)
-        finished(self.guard.start())
+        asyncio.run(self.guard.start())
         if self.files.checkpoints.chosen is not None:
-            finished(self.driver.load(self.files.checkpoints))
+            asyncio.run(self.driver.load(self.files.checkpoints))
 
     @property
     def resumed_step(self):
@@ -146,12 +145,12 @@ class ScriptedTraining:
             async with self.driver.loading(version):
                 await asyncio.wait_for(asyncio.gather(*[worker.load.remote(version) for worker in self.workers]), 60)
 
-        finished(load())
+        asyncio.run(load())
 
     def step(self, step):
-        groups = finished(self.driver.next_batch(step))
+        groups = asyncio.run(self.driver.next_batch(step))
         assert len(groups) == BATCH
-        finished(self.driver.finish_step())
+        asyncio.run(self.driver.finish_step())
         self.files.completed_step = step
         metrics = dict(self.recorder.metrics)
         self.recorder.metrics.clear()

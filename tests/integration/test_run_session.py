@@ -1,5 +1,6 @@
 """Without verl, a trainer drives a run: every prompt is trained once, through a crash in the middle of a step."""
 
+import asyncio
 import traceback
 from itertools import permutations
 
@@ -9,7 +10,6 @@ from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.reading.run_log import read_log
-from recipe.partial_rollout.waits import finished
 from tests.integration.scripted_training import BATCH, BrokenLoop, ScriptedTraining, rows
 
 STEPS = 6
@@ -20,7 +20,7 @@ def test_every_prompt_is_trained_once_through_a_crash_and_a_new_placement(placem
     crashed = ScriptedTraining(tmp_path, placement, STEPS)
     crashed.train(3)
     # Of the next step there is a batch with the trainer, and no checkpoint.
-    finished(crashed.driver.next_batch(4))
+    asyncio.run(crashed.driver.next_batch(4))
     crashed.kill()
 
     resumed = ScriptedTraining(tmp_path, then, STEPS)
@@ -48,6 +48,6 @@ def test_run_that_a_users_bug_ends_says_once_in_which_line_it_is(retries, tmp_pa
     training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)
     with pytest.raises(RuntimeError, match="RuntimeError: the loop failed") as failed:
         training.train(1)
-    finished(training.driver.explain(failed.value))
+    asyncio.run(training.driver.explain(failed.value))
     training.kill()
     assert "".join(traceback.format_exception(failed.value)).count('my_loop.py", line 3') == 1

@@ -87,7 +87,7 @@ from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, StepBatch
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
-from recipe.partial_rollout.waits import finished, result_of
+from recipe.partial_rollout.waits import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def connect(
     train_groups = steps.last * settings.batch_groups if bounded else None
     manager = on_this_node(ray.remote(ManagerActor)).remote(settings, store, train_groups)
     guard = Guard(recorder, manager, workers, spawn, trainers, stop)
-    finished(guard.start())
+    asyncio.run(guard.start())
     return Driver(recorder, steps, source, manager, store, guard)
 
 
@@ -315,7 +315,7 @@ class Driver:
         """Writers of the parts of a checkpoint that hold what is in flight, by name."""
         return {
             "source": lambda path: write_snapshot(path, self._source.state_dict()),
-            "manager": lambda path: finished(self.save(path)),
+            "manager": lambda path: asyncio.run(self.save(path)),
         }
 
     async def save(self, path: Path) -> None:

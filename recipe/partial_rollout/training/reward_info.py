@@ -6,6 +6,7 @@ dictionary (``reward_extra_info``); columns are made where all samples of a batc
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import is_number, plain
-from recipe.partial_rollout.waits import finished, in_thread, wait
+from recipe.partial_rollout.waits import in_thread, wait
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, renamed
 
 
@@ -86,7 +87,7 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
     """
     deadline_s = reward_s * math.ceil(len(batch) / len(manager.reward_loop_workers))
     scoring = in_thread(partial(manager.compute_rm_score, batch))
-    scored = finished(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
+    scored = asyncio.run(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
     scores = scored.batch["rm_scores"]
     if not scores.isfinite().all():
         raise RewardError("the colocated reward model gave a score that is no finite number")

@@ -11,6 +11,7 @@ With ``partial_rollout.enable=False`` loader, manager and batches are verl's own
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections import deque
@@ -42,7 +43,7 @@ from recipe.partial_rollout.training.reward_info import averaged, colocated_scor
 from recipe.partial_rollout.training.step_log import StepLog, last_lines
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
-from recipe.partial_rollout.waits import ERROR_LOG, finished
+from recipe.partial_rollout.waits import ERROR_LOG
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
@@ -150,7 +151,7 @@ class TrainerRun(_VerlsTrainer):
         slots = ReplicaSlots(
             settings.slots_per_replica,
             given=settings.slots_given,
-            kv_tokens=finished(control.kv_tokens()),
+            kv_tokens=asyncio.run(control.kv_tokens()),
             prompt=lengths.prompt_length,
             response=lengths.response_length,
             replicas=len(control.addresses),
@@ -225,7 +226,7 @@ class TrainerRun(_VerlsTrainer):
                     raise
                 except Exception as error:
                     if self.driver is not None:
-                        finished(self.driver.explain(error))
+                        asyncio.run(self.driver.explain(error))
                     raise
         self._note_end(complete=True)
         print(last_lines(self.config, files.completed_step))
@@ -285,7 +286,7 @@ class TrainerRun(_VerlsTrainer):
         if chosen is None or not files.trains:
             return
         if self.driver is not None:
-            finished(self.driver.load(files.checkpoints))
+            asyncio.run(self.driver.load(files.checkpoints))
         elif self.global_steps % self.steps.per_epoch == 0:
             # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
             loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
@@ -328,7 +329,7 @@ class TrainerRun(_VerlsTrainer):
         files = self.files
         if step is not None and step != files.completed_step:
             if self.driver is not None:
-                finished(self.driver.finish_step())
+                asyncio.run(self.driver.finish_step())
             files.completed_step = step
         return files.completed_step
 

@@ -34,7 +34,7 @@ from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.records.run_log import Phase
 from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.recorder import Recorder
-from recipe.partial_rollout.waits import finished, in_thread, is_out_of_reach, one_line, result_of, wait
+from recipe.partial_rollout.waits import in_thread, is_out_of_reach, one_line, result_of, wait
 
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
@@ -97,7 +97,7 @@ class CachedTransfer(WeightTransfer):
         super().__init__(verls, deadline_s)
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
-        finished(self._watched(self._meet(), "the first meeting of trainers and engines"))
+        asyncio.run(self._watched(self._meet(), "the first meeting of trainers and engines"))
 
     async def stage(self, version: int) -> bool:
         what = f"staging of version {version}"
@@ -220,7 +220,7 @@ class RecipeCheckpointManager:
         if self._driver is None and self._verls.backend != "naive":
             sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
         else:
-            finished(self._send(version))
+            asyncio.run(self._send(version))
         self._recorder.log.add(Phase("sync", version, start, time.time()))
         return sent
 
