@@ -189,7 +189,8 @@ class _Drive:
         waits = self._all("waited")
         if (started := sum(slots for _, _, slots in waits)) < expected:
             raise RuntimeError(f"{started} samples of round {version} decoded; {expected} had been granted")
-        flushed_at = max(_get(self._ask("flush"), "all workers to report"))
+        _get(self._ask("flush"), "all workers to report")
+        flushed_at = time.time()
         _get(self._manager.finish_step.remote(), "the manager to forget the batch")
         return {
             "round_s": quiet - began,
