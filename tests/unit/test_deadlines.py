@@ -19,7 +19,7 @@ ENDED_BY = {
     "rollout/driver.py _ready_batch": "the guard, in the next line",
     "rollout/guard.py _look": "within interrupt_s, in the next line",
     "rollout/guard.py _watch_trainer": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
-    "rollout/replicas.py _asked": "_answers, within interrupt_s",
+    "rollout/replicas.py _asking": "_answers, within interrupt_s",
     "rollout/guard.py _start": "within START_S, in the next line",
     "rollout/guard.py _serve": "nobody: it lasts as long as the worker",
     "rollout/guard.py _answer": "within interrupt_s, two lines on",

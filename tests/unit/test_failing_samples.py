@@ -168,7 +168,10 @@ def test_sample_that_fails_once_is_tried_again(monkeypatch, what, validate):
 def test_sample_that_keeps_failing_is_left_out_or_ends_nopr(monkeypatch, what, capsys):
     said = FAILURES[what][1]
     check_left_out(outcome(monkeypatch, what, 3, validate=True), said)
-    assert "warning: 1 of the 2 samples of a validation count in no mean; one of them: " in capsys.readouterr().out
+    assert (
+        "warning: 1 of the 2 samples of a validation are left out of the means; one of them: "
+        in capsys.readouterr().out
+    )
     with pytest.raises((Exception, asyncio.CancelledError)) as ended:
         outcome(monkeypatch, what, 3)
     assert re.search(said, f"{type(ended.value).__name__}: {ended.value}")
@@ -189,7 +192,9 @@ def test_dead_replica_ends_the_run(monkeypatch, validate):
 
 
 def test_too_many_failed_samples_end_the_run_by_the_users_file_and_line():
-    said = rf"1 of the 2 samples of a validation failed .*0\.25.*RewardError: .*no disk \({__file__}:\d+\)"
+    said = (
+        rf"1 of the 2 samples of a validation used up their retries, .*0\.25.*RewardError: .*no disk \({__file__}:\d+\)"
+    )
     with pytest.raises(RolloutFailedError, match=said):
         generated(flaky(*[OSError("no disk")] * 3), rows(2, 3), validate=True, most=0.25)
     with pytest.raises(RewardError, match="prompt uid0 is nan"):

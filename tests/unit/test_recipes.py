@@ -70,7 +70,7 @@ def test_check_passes_where_nothing_but_data_and_model_is_missing(
     files = config.data.val_files
     validated = ["data.val_files"] * (1 if isinstance(files, str) else len(files))
     # The tests' environment asks for the CPU.
-    assert missing == [*nodes, "trainer.device", "actor_rollout_ref.model.path", "data.train_files", *validated]
+    assert missing == ["trainer.device", *nodes, "actor_rollout_ref.model.path", "data.train_files", *validated]
     said = {line[6:22].strip() for line in lines if line.startswith("ok")}
     assert {"run", "model", "devices", "batch", "writes"} <= said
 

@@ -153,7 +153,7 @@ verl.utils.model <- packed_attention
 verl.utils.torch_functional <- loss chunked_log_probs
     has: FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     calls: masked_mean(values, mask)
-verl.workers.config:OptimizerConfig <- schedule trainer_run
+verl.workers.config:OptimizerConfig <- trainer_config trainer_run
     has: lr lr_warmup_steps lr_warmup_steps_ratio total_training_steps
 verl.workers.config:ActorConfig <- loss
     has: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c policy_loss global_batch_info

@@ -23,6 +23,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
@@ -60,9 +61,13 @@ _LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 def writable(folder: Any) -> bool:
     """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
-    path = Path(str(folder)).expanduser().absolute()
-    there = next(each for each in (path, *path.parents) if os.path.exists(each))
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    try:
+        path = Path(str(folder)).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
