@@ -285,7 +285,7 @@ def test_anything_else_is_unreadable_in_a_line(write, lines, message, capsys):
 
 
 def test_calls_and_any_word_of_a_users_row_are_read_as_they_were_written(tmp_path):
-    call = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 20, 1.5)
+    call = EngineCall(0, 0.0, 10.0, 7, 1, 2, 30, 2.5, "a", True, 1.5)
     word = prompt_identity({"index": "\udc80é"})
     trained = msgspec.structs.replace(large_group(0, 0), prompt=word)
     log = RunLog(tmp_path, pr_settings(2, 8, 1, epoch_prompts=6, total=6), ["r0"])
@@ -295,4 +295,4 @@ def test_calls_and_any_word_of_a_users_row_are_read_as_they_were_written(tmp_pat
     assert list(found.phase.calls) == [call] == list(log.last_round.phase.calls)
     assert word.startswith(r"\udc80é-") and found.trained[0].prompt == word
     written = (tmp_path / "run.jsonl").read_text()
-    assert '"calls":[[0,0.0,10.0,7,1,2,30,2.5,"a",true,20,1.5]]' in written
+    assert '"calls":[[0,0.0,10.0,7,1,2,30,2.5,"a",true,1.5]]' in written
