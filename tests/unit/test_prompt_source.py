@@ -61,6 +61,21 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none():
     assert (state["epoch"], state["position"]) == (1, 4)
 
 
+class Empty(list):
+    """A loader that promises two batches and gives none, as a sampler of the user's own may."""
+
+    batch_size = 4
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.timeout(20)
+def test_loader_that_gives_nothing_ends_the_run_instead_of_a_loop():
+    with pytest.raises(ValueError, match="data.train_files gives no batch"):
+        PromptSource(Empty(), total=8).take(1)
+
+
 def test_slots_of_a_resumed_epoch_are_those_that_are_left():
     trained = []
     for epoch in range(3):

@@ -95,6 +95,9 @@ class PromptSource:
             self._batches = iter(self._loader)
         batch = next(self._batches, None)
         if batch is None:
+            if self._position == 0:
+                # Otherwise ``_next`` would ask such a loader for ever.
+                raise ValueError("data.train_files gives no batch: it has fewer rows than data.train_batch_size")
             self._batches = None
             self._epoch += 1
             self._position = 0
