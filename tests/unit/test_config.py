@@ -128,7 +128,7 @@ MISTAKES = {
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null with",
     f"{ROLLOUT}.enable_rollout_routing_replay=True": "False with partial_rollout.enable=True: an interrupted",
     f"{ROLLOUT}.full_determinism=True": "False with partial_rollout.enable=True: every request is seeded alike",
-    f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint is sealed as soon as verl's save returns",
+    f"{ACTOR}.checkpoint.async_save=True": "False: it is sealed once the save returns",
     "model_engine=megatron": "dp",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
     f"{CORRECTION}.bypass_mode=True": "False with partial_rollout.enable=True: verl changes the driver's loss once",

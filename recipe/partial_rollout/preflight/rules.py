@@ -163,10 +163,7 @@ _TRAINING = (
         ),
     ),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
-    *(
-        only(f"{who}.checkpoint.async_save", False, "a checkpoint is sealed as soon as verl's save returns")
-        for who in ("actor", "critic")
-    ),
+    *(only(f"{who}.checkpoint.async_save", False, "it is sealed once the save returns") for who in ("actor", "critic")),
     Rule(
         "actor.checkpoint.save_contents",
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},

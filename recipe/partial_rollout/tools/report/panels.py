@@ -26,7 +26,7 @@ SMOOTHED_SHARE = 12
 class Panel:
     title: str
     figures: Callable[[Summary], Sequence[float | None]]
-    """Of a step: the run's line, and a second, thin one where there are two."""
+    """Return a step's value for the run's line, and one for a second, thin line where there are two."""
     reach: float | None = 0.0
     """The axis includes 0 and at least this value; None if it follows the figures."""
 

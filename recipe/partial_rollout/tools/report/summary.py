@@ -53,7 +53,7 @@ class Validation:
     """`mean@4`, `best@4`, `maj@4` -> `SOURCE/VARIABLE` -> value"""
 
     def shown(self, kind: str) -> str:
-        """Of ``mean``, ``best`` or ``maj``: its mean over the sources, and k."""
+        """Return the mean over the sources of ``kind`` (``mean``, ``best`` or ``maj``), and its k."""
         found = [(name, by_source) for name, by_source in self.scores.items() if name.startswith(f"{kind}@")]
         return ", ".join(f"{statistics.fmean(by.values()):.3f} {name[len(kind) :]}" for name, by in found) or "-"
 
@@ -69,7 +69,7 @@ class Figure(cached_property):
 
     @property
     def means(self) -> str:
-        """What it is, in a line: the docstring of its method."""
+        """The docstring of its method, in one line."""
         return " ".join((self.__doc__ or "").split())
 
 
