@@ -49,7 +49,7 @@ enter_recipe()
 register_configs()
 
 
-def wire(config: DictConfig) -> None:
+def apply_overrides(config: DictConfig) -> None:
     """Point verl's class-path options at the recipe's classes for the arm (PR or noPR) that ``config`` selects."""
     rollout = config.actor_rollout_ref.rollout
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
@@ -61,11 +61,11 @@ def wire(config: DictConfig) -> None:
     if overlong and overlong.get("enable") and overlong.get("len") is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.partial_rollout.enable:
-        from recipe.partial_rollout.training.loss import weight_level
+        from recipe.partial_rollout.training.loss import weight_granularity
 
         ours, correction = config.partial_rollout, config.algorithm.rollout_correction
         if ours.correction != Correction.NONE and correction.rollout_is is None:
-            correction.rollout_is = str(weight_level(config.actor_rollout_ref.actor.policy_loss.loss_mode))
+            correction.rollout_is = str(weight_granularity(config.actor_rollout_ref.actor.policy_loss.loss_mode))
         rollout.custom = {
             **(rollout.get("custom") or {}),
             "resume_kv": ours.resume_kv,
@@ -108,7 +108,7 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     if found.checkpoints is None:
         words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
-    wire(config)
+    apply_overrides(config)
     files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
     set_variable("SWANLAB_LOG_DIR", str(files.directory.parent / "swanlog"))
     show_warnings()

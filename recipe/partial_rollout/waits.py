@@ -43,17 +43,17 @@ _NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollou
 
 
 @dataclass(frozen=True, slots=True)
-class ToldError:
+class ErrorText:
     """An error as it leaves its process: as text, since neither its class nor its frames need exist elsewhere."""
 
     line: str
     """type and message"""
-    place: str
+    where: str
     """``FILE:LINE`` where its first cause was raised, in the user's code if it passed through any"""
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> ToldError:
+    def from_error(cls, error: BaseException) -> ErrorText:
         text = "".join(traceback.format_exception(error)).encode(errors="replace").decode()
         # Python prints the first cause first.
         frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(_CHAINED.split(text, maxsplit=1)[0])]
@@ -64,10 +64,10 @@ class ToldError:
     def kind(self) -> tuple[str, str]:
         """Type and place. Only the first error of a kind is reported.
 
-        >>> ToldError("KeyError: 'a'", "loop.py:7", "").kind
+        >>> ErrorText("KeyError: 'a'", "loop.py:7", "").kind
         ('KeyError', 'loop.py:7')
         """
-        return self.line.partition(":")[0], self.place
+        return self.line.partition(":")[0], self.where
 
 
 class InfraError(RuntimeError):

@@ -16,7 +16,7 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
-from recipe.partial_rollout.engine.hold import freeze
+from recipe.partial_rollout.engine.hold import pause
 from recipe.partial_rollout.engine.replica import AdmittingEngine
 from tests.bench.instant_executor import engine_args, log_prob_at, token_at
 from verl_ext.piecewise_scheduler import PIECEWISE
@@ -120,7 +120,7 @@ async def _measure(engine: AdmittingEngine, running: int) -> Seen:
     long = start(_LONG)
     await asyncio.sleep(_AFTER_S)
     began = time.perf_counter()
-    await freeze(engine, clear_kv=False)
+    await pause(engine, clear_kv=False)
     hold_s = time.perf_counter() - began
     await engine.resume_generation()
     await asyncio.sleep(_AFTER_S)

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from recipe.partial_rollout.engine.hold import freeze, tokens_made
+from recipe.partial_rollout.engine.hold import pause, tokens_made
 from tests.bench.distribution import add_engine_arguments, load_prompts
 
 BOUND = (
@@ -101,7 +101,7 @@ async def _hold(engine: Any, requests: int, clear_kv: bool) -> Held:
     await _everyone_has(engine, requests, _fewest(engine) + _STEPS)
     step = (time.monotonic() - began) / _STEPS
     began = time.monotonic()
-    await freeze(engine, clear_kv=clear_kv)
+    await pause(engine, clear_kv=clear_kv)
     held = time.monotonic()
     await engine.resume_generation()
     return Held(step, held - began, time.monotonic() - held)

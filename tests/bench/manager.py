@@ -64,7 +64,7 @@ class Drive:
     def round(self) -> None:
         """One whole round: fill, finish until the batch is complete, interrupt, train."""
         m, wanted = self.manager, self.manager.wanted
-        m.reserve.offer(Prompt(f"0/{self.offered + i}", {}) for i in range(wanted))
+        m.backlog.enqueue(Prompt(f"0/{self.offered + i}", {}) for i in range(wanted))
         self.offered += wanted
         self.timed("begin_version", lambda: m.begin_version(self.version), items=lambda _: wanted)
         self._claim_all()
@@ -80,9 +80,9 @@ class Drive:
         while claimed:
             claimed = False
             for worker in self.workers:
-                grants = self.timed("claim", lambda w=worker: self.manager.claim(w, limit=1))
-                self.running[worker] += [grant.sample_id for grant in grants]
-                claimed = claimed or bool(grants)
+                leases = self.timed("claim", lambda w=worker: self.manager.claim(w, limit=1))
+                self.running[worker] += [lease.sample_id for lease in leases]
+                claimed = claimed or bool(leases)
 
     def _finish_until_complete(self) -> None:
         output = output_of(64, 0)

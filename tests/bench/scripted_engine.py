@@ -150,7 +150,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     def ready(self) -> int:
         """Samples that hold a slot and wait for the round to open."""
-        return sum(self._claims.samples[sample].granted.is_set() for sample in self._at_gate)
+        return sum(self._claims.samples[sample].leased.is_set() for sample in self._at_gate)
 
     def waited(self) -> tuple[float, float, int]:
         """What the slots waited before they decoded in this round: seconds in all, those of the last one, and slots."""
@@ -167,7 +167,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         done = len(turn)
         while done < length:
             self._at_gate.add(sample.id)
-            async with sample.keeper.engine_call(sample):
+            async with sample.slot_provider.engine_call(sample):
                 self._at_gate.discard(sample.id)
                 address, replica = self._choice.take(sample.place)
                 # What comes later takes a slot that has decoded already.
@@ -183,7 +183,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                         turn, Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None)
                     )
                 if not ended:
-                    sample.keeper.release_slot(sample)
+                    sample.slot_provider.release_slot(sample)
 
 
 def output_of(length: int, version: int) -> SampleOutput:

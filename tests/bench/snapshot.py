@@ -36,20 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _fill(groups: int, tokens: int) -> PromptsManager:
     manager = manager_of(groups, _GROUP)
     row = {"raw_prompt": [{"role": "user", "content": "x" * 400}], "index": 0, "extra_info": {"split": "train"}}
-    manager.reserve.offer(Prompt(f"0/{i}", row) for i in range(manager.wanted))
+    manager.backlog.enqueue(Prompt(f"0/{i}", row) for i in range(manager.wanted))
     manager.slots.register("w0", groups * _GROUP)
     manager.begin_version(0)
     random = np.random.default_rng(0)
     ones, versions = np.ones(tokens, np.int8), np.zeros(tokens, np.int32)
-    for index, grant in enumerate(manager.claim("w0")):
+    for index, lease in enumerate(manager.claim("w0")):
         ids, log_probs = random.integers(0, _VOCABULARY, tokens, np.int32), -random.random(tokens, np.float32)
         if index % _GROUP and index % 2:
             output = SampleOutput(ids[:200], ids, ones, log_probs, versions, 1, 1.0, {"acc": 1.0}, 2, {})
-            manager.finish(grant.sample_id, output)
+            manager.finish(lease.sample_id, output)
         else:
             for some, probs in zip(np.array_split(ids, _CALLS), np.array_split(log_probs, _CALLS), strict=True):
-                manager.add(grant.sample_id, [Segment(some.copy(), probs.copy(), index % 3)])
-            manager.interrupt(grant.sample_id)
+                manager.add(lease.sample_id, [Segment(some.copy(), probs.copy(), index % 3)])
+            manager.interrupt(lease.sample_id)
     return manager
 
 

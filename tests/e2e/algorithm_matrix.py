@@ -30,7 +30,7 @@ def composed(*overrides):
         config = compose("quickstart_cpu", overrides=list(overrides))
     OmegaConf.resolve(config)
     settings = check_settings(config)
-    main_ppo.wire(config)
+    main_ppo.apply_overrides(config)
     return config, settings
 
 

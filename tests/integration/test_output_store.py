@@ -36,10 +36,10 @@ class Worker:
         self._manager = manager
 
     def finish(self, length):
-        grants = ray.get(self._manager.claim.remote("w0"))
-        finished = [Finished(grant.sample_id, output_of(length, seed)) for seed, grant in enumerate(grants)]
+        leases = ray.get(self._manager.claim.remote("w0"))
+        finished = [Finished(lease.sample_id, output_of(length, seed)) for seed, lease in enumerate(leases)]
         ray.get(self._manager.report.remote(Report("w0", finished)))
-        return len(grants)
+        return len(leases)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def build_manager(
     clock = itertools.count()
     run = settings_of(batch, n, scheduling=Scheduling(policy, overtake), **keys)
     manager = PromptsManager(run, lambda: float(next(clock)), put=put)
-    manager.reserve.offer(build_prompts(prompts))
+    manager.backlog.enqueue(build_prompts(prompts))
     for i in range(workers):
         manager.slots.register(f"w{i}", capacity)
     return manager

@@ -188,7 +188,7 @@ class Life:
         self.tools, self.sample_timeout_s, self.save_freq = ToolCalls(release_after_s), sample_timeout_s, save_freq
         self.config, self.functions = config or config_of(), functions
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
-        settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "away_s": stall_s, **limits})
+        settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "parked_s": stall_s, **limits})
         self.build = lambda: ManagerActor(settings, InProcess())
         self.actor, self.engine = self.build(), engine or Engine(tick)
         self.version, self.lives, self.open = 0, 0, False
@@ -306,7 +306,7 @@ class Life:
         assert not self.open
         self.engine.aborting.clear()
         trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
-        play = partial(self.worker._play, self.worker._maker("mine"), {"temperature": 0.0, "logprobs": True}, row)
+        play = partial(self.worker._run_loop, self.worker._maker("mine"), {"temperature": 0.0, "logprobs": True}, row)
         return await self.worker._attempt(play, trajectory)
 
     def figures(self):

@@ -9,7 +9,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import Deadlines, FailureLimits, PartialRolloutConfig
 from recipe.partial_rollout.manager.codec import capture, encode
-from recipe.partial_rollout.manager.types import Grant, SampleOutput
+from recipe.partial_rollout.manager.types import Lease, SampleOutput
 from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.inputs import missing_inputs, missing_packages, size_bucket
 
@@ -23,10 +23,10 @@ def check_config(config):
     return settings
 
 
-def settings_of(batch=1, n=1, *, stall_s=30.0, away_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
-    """The settings for ``batch`` groups of ``n`` samples a step; ``away_s``: deadline of a tool and of the reward."""
-    failures = replace(failures, tool_timeout_s=away_s, sample_timeout_s=None)
-    deadlines = Deadlines(stall_s=stall_s, reward_s=away_s or 300.0)
+def settings_of(batch=1, n=1, *, stall_s=30.0, parked_s=None, failures=FailureLimits(), **keys):  # noqa: B008 - frozen
+    """The settings for ``batch`` groups of ``n`` samples a step; ``parked_s``: deadline of a tool and of the reward."""
+    failures = replace(failures, tool_timeout_s=parked_s, sample_timeout_s=None)
+    deadlines = Deadlines(stall_s=stall_s, reward_s=parked_s or 300.0)
     return PartialRolloutConfig(batch_groups=batch, samples_per_group=n, failures=failures, deadlines=deadlines, **keys)
 
 
@@ -67,7 +67,7 @@ class Local:
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(call(*arguments)))
 
 
-class Keeper:
+class SlotProvider:
     """Grants slots at once; has what samples have reported."""
 
     def __init__(self):
@@ -82,12 +82,12 @@ class Keeper:
         sample.unsent = []
 
 
-def live_sample(keeper=None, segments=(), *, id="0/0#0", order=0, **settings):
+def live_sample(slot_provider=None, segments=(), *, id="0/0#0", order=0, **settings):
     """A sample that is granted to its worker with these segments of its first turn."""
     from recipe.partial_rollout.worker.live_sample import LiveSample
 
-    grant = Grant(id, id.partition("#")[0], order, {}, tuple(segments))
-    return LiveSample(grant, keeper, **settings)
+    lease = Lease(id, id.partition("#")[0], order, {}, tuple(segments))
+    return LiveSample(lease, slot_provider, **settings)
 
 
 async def hangs(*_, **__):

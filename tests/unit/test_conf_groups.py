@@ -30,7 +30,7 @@ def built(tmp_path, resolved_config):
 
     def build(*overrides):
         config = resolved_config("quickstart_cpu", "trainer.n_gpus_per_node=4", *paths, *overrides)
-        main_ppo.wire(config)
+        main_ppo.apply_overrides(config)
         validate_config(config, use_reference_policy=True, use_critic=True)
         actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
         with open_dict(config):
@@ -63,13 +63,13 @@ def test_engine_is_fsdp2_by_default_and_megatron_is_one_override(built):
 def test_algorithm_is_corrected_under_pr_and_verls_own_without(resolved_config, name):
     own = {"gpg": "gpg", "gspo": "gspo", "sapo": "sapo"}.get(name)
     baseline = resolved_config("quickstart_cpu", f"algorithm={name}", "partial_rollout.enable=False")
-    main_ppo.wire(baseline)
+    main_ppo.apply_overrides(baseline)
     assert baseline.algorithm.rollout_correction.rollout_is is None
     assert baseline.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert PartialRolloutConfig.from_config(baseline).group_filter is None
     config = resolved_config("quickstart_cpu", f"algorithm={name}")
     check_settings(config)
-    main_ppo.wire(config)
+    main_ppo.apply_overrides(config)
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == (own or "vanilla")
     assert config.algorithm.rollout_correction.rollout_is == ("geometric" if name == "gspo" else "token")
     assert not need_critic(config) and not need_reference_policy(config)
@@ -91,7 +91,7 @@ def scored(config, length):
 
 def test_dapo_penalises_the_last_fifth_and_filters_by_the_reward_before_it(resolved_config):
     config = resolved_config("quickstart_cpu", "algorithm=dapo", "data.max_response_length=100")
-    main_ppo.wire(config)
+    main_ppo.apply_overrides(config)
     assert [scored(config, length)["reward_score"] for length in (80, 90, 100)] == [0.0, -0.5, -1.0]
     group_filter = PartialRolloutConfig.from_config(config).group_filter
     assert group_filter == FilterSettings("acc", max_num_gen_batches=10)

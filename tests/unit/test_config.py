@@ -337,7 +337,7 @@ def test_each_arm_has_its_own_agent_loop_manager_and_priorities(configure, capsy
     on, off = configure("partial_rollout.correction=none"), configure("partial_rollout.enable=False")
     for config in (on, off):
         check_settings(config)
-        main_ppo.wire(config)
+        main_ppo.apply_overrides(config)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: partial_rollout.correction=none:")
     assert on.algorithm.rollout_correction.rollout_is is None

@@ -252,15 +252,15 @@ async def test_separate_step_is_recorded_from_the_batch_before_to_this_one():
 @both
 async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
-        answers, asked, offer = [None], one.manager.wait_batch, one.manager.offer
-        one.manager.offer = AsyncMock(side_effect=offer)
+        answers, asked, offer = [None], one.manager.wait_batch, one.manager.enqueue
+        one.manager.enqueue = AsyncMock(side_effect=offer)
 
         async def wait_batch(stop):
             return answers.pop() if answers else await asked(stop)
 
         one.manager.wait_batch = wait_batch
         (group,) = await one.batch(1)
-        (((prompts, left), _),) = one.manager.offer.await_args_list
+        (((prompts, left), _),) = one.manager.enqueue.await_args_list
         assert (group.uid, [prompt.uid for prompt in prompts], left) == ("0/0", ["0/2", "0/3"], 0)
 
 

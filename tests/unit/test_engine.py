@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.engine import replica
-from recipe.partial_rollout.engine.hold import UNKNOWN, note_marks, spans
+from recipe.partial_rollout.engine.hold import UNKNOWN, record_marks, spans
 from recipe.partial_rollout.engine.replica import AdmittingEngine, RecipeVLLMServer, _end_processes, vLLMHttpServer
 from tests.e2e.bare_server import serve
 
@@ -216,7 +216,7 @@ def test_every_token_has_the_version_that_made_it(holds, last, told):
     marks, made, version = {"r": []}, [], 3
     for tokens, changes in holds:
         made += [version if told else UNKNOWN] * tokens
-        note_marks(marks, {"r": len(made)}, version if told else None)
+        record_marks(marks, {"r": len(made)}, version if told else None)
         version += changes
     made += [version] * last
     found = spans(len(made), marks["r"], version)

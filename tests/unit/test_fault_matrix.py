@@ -161,7 +161,7 @@ def test_three_hundred_rounds_do_not_grow_the_manager():
     def fault(life, transition, side, sample_id):
         if transition == "take" and side == "before" and life.step in (100, 300):
             kept = life.manager
-            sizes[life.step] = footprint([kept.reserve, kept.groups, kept.samples.unfinished, kept.slots])
+            sizes[life.step] = footprint([kept.backlog, kept.groups, kept.samples.unfinished, kept.slots])
         if transition == "interrupt" and side == "after":
             count = next(occasions)
             if count % 40 == 0:

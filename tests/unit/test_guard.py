@@ -212,7 +212,7 @@ async def test_stop_signal_shortens_the_wait_for_a_worker_that_does_not_answer(m
 
 
 async def test_manager_that_does_not_answer_ends_the_round():
-    async with life(manager=AsyncMock(**{"standing.side_effect": hangs})) as one:
+    async with life(manager=AsyncMock(**{"progress.side_effect": hangs})) as one:
         with pytest.raises(TimeoutError, match=r"^asking the manager actor how far the round is took more than 0\.2 s"):
             await one.batch()
 

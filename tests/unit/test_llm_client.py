@@ -16,7 +16,7 @@ from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.live_sample import SampleClock, context_hash, digest_of
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from tests.unit.loop_life import config_of
-from tests.unit.shared import Keeper, live_sample
+from tests.unit.shared import SlotProvider, live_sample
 
 TOKENIZER = build_tokenizer()
 
@@ -50,8 +50,8 @@ def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
     return asyncio.run(run())
 
 
-def live(keeper=None, *segments, **given):
-    return live_sample(keeper or Keeper(), segments, **given)
+def live(slot_provider=None, *segments, **given):
+    return live_sample(slot_provider or SlotProvider(), segments, **given)
 
 
 def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine):
@@ -60,7 +60,7 @@ def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine
     output = generate(client_of(), sample, params=params)
     assert output.token_ids == [5, 6, 7, 8] and of(sample.segments) == [([5, 6, 7], 3, None), ([8], 4, "completed")]
     assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
-    assert of(sample.keeper.segments) == [([5, 6, 7], 3, None)]
+    assert of(sample.slot_provider.segments) == [([5, 6, 7], 3, None)]
     first = {"temperature": 1.0, "logprobs": True, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
     second = first | {"max_tokens": 6, "min_tokens": 1}
     assert [request[1:3] for request in engine.asked] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
@@ -104,15 +104,15 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
     ],
 )
 def test_held_call_is_a_segment_for_each_version(engine, answers, params, segments, handed_in):
-    engine.answers, keeper = deepcopy(answers), Keeper()
-    sample = live(keeper)
+    engine.answers, slot_provider = deepcopy(answers), SlotProvider()
+    sample = live(slot_provider)
     output = generate(client_of(), sample, **params)
     assert of(sample.segments) == segments and output.token_ids == [i for ids, *_ in segments for i in ids]
     versions = [version for _, version, _ in segments]
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (min(versions), max(versions))
     assert "version_marks" not in fields and output.stop_reason == "completed"
-    assert of(keeper.segments) == handed_in and engine.answers == []
+    assert of(slot_provider.segments) == handed_in and engine.answers == []
 
 
 def test_call_aborted_without_a_token_adds_no_segment(engine):
@@ -225,7 +225,7 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
     assert generate(client, sample).token_ids == [5, 6]
     assert [request[1] for request in engine.asked] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
     # b died.
-    assert sample.place.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
+    assert sample.affinity.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_request_id_of_a_loops_own_is_never_taken_for_a_training_samples(engine)
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
-    class Busy(Keeper):
+    class Busy(SlotProvider):
         @contextlib.asynccontextmanager
         async def engine_call(self, sample):
             await asyncio.sleep(0.05)

@@ -507,7 +507,7 @@ def lives_of(turns, how):
     async def story(life):
         if how == "worker dies":
             # Its slot goes back after 10 ms, and what it has made is reported.
-            while not (ended and life.actor._manager.samples.away):
+            while not (ended and life.actor._manager.samples.parked):
                 await asyncio.sleep(0.001)
             await life.die()
         return (await life.train())[1], life

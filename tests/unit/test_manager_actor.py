@@ -27,7 +27,7 @@ async def begun(prompts, *, count=6, left=0, **sizes):
     actor = actor_of(**sizes)
     await actor.register_worker("w0", 8)
     await actor.begin_version(0, prompts(count), left)
-    return actor, [grant.sample_id for grant in await actor.claim("w0")]
+    return actor, [lease.sample_id for lease in await actor.claim("w0")]
 
 
 async def end(actor, output, *samples, rewards=(1.0,)):
@@ -63,7 +63,7 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refille
     await end(actor, output, first)
     await end(actor, output, second)
     batch = await soon(waiting)
-    refilled = [grant.group_uid for grant in await actor.claim("w0")]
+    refilled = [lease.group_uid for lease in await actor.claim("w0")]
     await end(actor, output, "0/2#0")
     assert uids(batch.groups) == ["0/0", "0/1"] and batch.decided_at > 0
     assert refilled == ([] if stop else ["0/3"]), "what ends after the decision is of a later batch"
@@ -120,7 +120,7 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 
     monkeypatch.setattr("recipe.partial_rollout.manager.actor.write_snapshot", slow)
     saving = await pending(actor.save(str(tmp_path / "s")))
-    assert (await asyncio.wait_for(actor.standing(), 1)).running == 2
+    assert (await asyncio.wait_for(actor.progress(), 1)).running == 2
     release.set()
     with pytest.raises(CheckpointError, match="written at last"):
         await saving
@@ -180,7 +180,7 @@ async def test_workers_that_wait_together_share_a_round(prompts):
     claims = [asyncio.ensure_future(actor.claim(f"w{i}")) for i in range(3)]
     await asyncio.sleep(0)
     await actor.begin_version(0, prompts(4), 0)
-    assert [len(grants) for grants in await soon(asyncio.gather(*claims))] == [2, 2, 2]
+    assert [len(leases) for leases in await soon(asyncio.gather(*claims))] == [2, 2, 2]
     actor.CLAIM_WAIT_S = 0.01
     assert [len(await soon(actor.claim(f"w{i}"))) for i in (0, 3)] == [0, 2], "the last one's share is left for it"
 
@@ -201,9 +201,9 @@ async def test_dead_worker_reports_nothing_and_its_claim_gets_nothing(prompts, o
     await actor.begin_version(0, prompts(1), 0)
     with pytest.raises(RuntimeError, match=GONE):
         await soon(orphan)
-    (grant,) = await actor.claim("w0.2")
+    (lease,) = await actor.claim("w0.2")
     with pytest.raises(RuntimeError, match=GONE):
-        await end(actor, output, grant.sample_id)
+        await end(actor, output, lease.sample_id)
 
 
 async def test_progress_counts_before_the_failure_and_a_long_backoff_is_no_stall(prompts, segment, output, monkeypatch):
@@ -211,7 +211,7 @@ async def test_progress_counts_before_the_failure_and_a_long_backoff_is_no_stall
     actor, (sample,) = await begun(prompts, overlap=0.0, stall_s=0.2)
     waiting = asyncio.ensure_future(actor.wait_batch(True))
     assert await actor.report(Report("w0", [Added(sample, [segment(5)]), Failed(sample, "boom")])) == []
-    (grant,) = await soon(actor.claim("w0"))
-    assert [len(s) for s in grant.segments] == [5]
+    (lease,) = await soon(actor.claim("w0"))
+    assert [len(s) for s in lease.segments] == [5]
     await end(actor, output, sample)
     assert uids((await soon(waiting)).groups) == ["0/0"]

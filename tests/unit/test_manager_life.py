@@ -229,22 +229,22 @@ class ManagerLife(RuleBasedStateMachine):
 
     def take_grants(self, worker):
         model, below_share = self.model, self.below_share(worker)
-        grants = self.manager.claim(worker)
+        leases = self.manager.claim(worker)
         overdue = self.next_to_train() - self.max_staleness
         births = dict(model.births)
-        shared = [g for g in grants if not g.held and births.get(g.group_uid, model.version) > overdue]
+        shared = [g for g in leases if not g.held and births.get(g.group_uid, model.version) > overdue]
         assert len(shared) <= max(0, below_share), "more than its share"
-        for grant in grants:
-            sample_id = grant.sample_id
+        for lease in leases:
+            sample_id = lease.sample_id
             assert sample_id not in model.running and sample_id not in model.away
             assert sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
-            assert grant.held == held
-            assert_same_segments(grant.segments, [] if held else model.segments.get(sample_id, []))
+            assert lease.resident == held
+            assert_same_segments(lease.segments, [] if held else model.segments.get(sample_id, []))
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
-            model.births.setdefault(grant.group_uid, model.version)
-        begun = any(grant.group_uid not in births for grant in grants)
+            model.births.setdefault(lease.group_uid, model.version)
+        begun = any(lease.group_uid not in births for lease in leases)
         waiting = [s for s in self.held(worker) if s not in model.running]
         if self.scheduling.policy is SchedulingPolicy.BOUNDED:
             assert not (begun and waiting), "a new prompt before a conversation that goes on"
@@ -378,11 +378,11 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- trainer ---------------------------------------------------------------------------------------------------
 
-    def offer(self):
+    def enqueue(self):
         count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
         self.model.offered += count
-        self.manager.reserve.offer(self.prompts(first, first + count), self.supply - self.model.offered)
+        self.manager.backlog.enqueue(self.prompts(first, first + count), self.supply - self.model.offered)
 
     def prompts(self, first, end):
         return [Prompt(f"0/{i}", {"index": i}) for i in range(first, end)]
@@ -390,7 +390,7 @@ class ManagerLife(RuleBasedStateMachine):
     @precondition(lambda self: self.manager.short_of_prompts)
     @rule()
     def offer_in_the_round(self):
-        self.offer()
+        self.enqueue()
         self.manager.admit()
 
     def may_begin(self):
@@ -405,7 +405,7 @@ class ManagerLife(RuleBasedStateMachine):
         """In a round that was stopped this may come before the batch is trained."""
         model = self.model
         running = dict(model.running)
-        self.offer()
+        self.enqueue()
         if self.manager.exhausted:
             return
         model.version = len(model.trained + model.taken) // self.batch
@@ -591,7 +591,7 @@ class ManagerLife(RuleBasedStateMachine):
             assert self.manager.samples.unfinished[sample.id] is sample
             assert sample.failures == self.model.failures.get(sample.id, 0)
             assert (sample.state is SampleState.RUNNING) == (sample.id in self.model.running)
-            assert (sample.state is SampleState.AWAY) == (sample.id in self.model.away)
+            assert (sample.state is SampleState.PARKED) == (sample.id in self.model.away)
             assert (sample.state is SampleState.FAILED) == (sample.id in self.model.failed)
 
     def with_the_trainer(self):

@@ -43,7 +43,7 @@ def test_every_policy_has_an_order_of_its_own(policy):
 def test_prompts_start_in_the_order_of_the_key_unless_overtaking_is_limited(manager, order, overtake, started):
     m = manager(batch=2, n=1, overlap=1.0, policy=named(order), overtake=overtake)
     m.begin_version(0)
-    assert [grant.order for grant in m.claim("w0")] == started
+    assert [lease.order for lease in m.claim("w0")] == started
 
 
 def test_key_reads_a_group_and_cannot_change_it(segment):
@@ -100,10 +100,10 @@ def test_example_of_the_page_orders_prompts(manager, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     m = manager(batch=2, n=1, overlap=1.0, policy=f"my_orders.{name}", capacity=3, prompts=0)
     difficulties = {"0/0": 1, "0/1": 3, "0/2": 2, "0/3": 4, "0/4": 9, "0/5": 9}
-    m.reserve.offer(Prompt(uid, {"extra_info": {"difficulty": value}}) for uid, value in difficulties.items())
+    m.backlog.enqueue(Prompt(uid, {"extra_info": {"difficulty": value}}) for uid, value in difficulties.items())
     m.begin_version(0)
-    grants = m.claim("w0")
-    assert [difficulties[grant.group_uid] for grant in grants] == [4, 3, 2]
-    m.interrupt(grants[-1].sample_id)
-    assert [grant.group_uid for grant in m.claim("w0")] == ["0/2"], "what has begun goes before what is hard"
+    leases = m.claim("w0")
+    assert [difficulties[lease.group_uid] for lease in leases] == [4, 3, 2]
+    m.interrupt(leases[-1].sample_id)
+    assert [lease.group_uid for lease in m.claim("w0")] == ["0/2"], "what has begun goes before what is hard"
     assert m.slots.queue.problem is None

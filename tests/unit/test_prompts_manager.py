@@ -13,8 +13,8 @@ from tests.unit.shared import InProcess, begin, state_of, tokens_in
 ACC = FilterSettings("acc")
 
 
-def groups_of(grants):
-    return [grant.group_uid for grant in grants]
+def groups_of(leases):
+    return [lease.group_uid for lease in leases]
 
 
 def finish(manager, output, *sample_ids, **kwargs):
@@ -123,16 +123,16 @@ def test_length_bias_shows_that_short_groups_train_first(manager, output, segmen
 
 def test_training_that_drained_goes_on_where_it_is_resumed_with_more_steps(manager, prompts, output):
     m = manager(batch=2, n=1, prompts=2)
-    m.reserve.offer([], 0)
+    m.backlog.enqueue([], 0)
     begin(m)
-    finish(m, output, *[grant.sample_id for grant in m.claim("w0")])
+    finish(m, output, *[lease.sample_id for lease in m.claim("w0")])
     end_round(m)
     resumed = manager(batch=2, n=1, prompts=0, max_staleness=5)
     restore(resumed, state_of(m))
     assert resumed.wanted == 4
     with pytest.raises(RuntimeError, match=r"prompt 0/1 was offered twice, or out of order: the last one was 0/1"):
-        resumed.reserve.offer(prompts(4)[1:])
-    resumed.reserve.offer(prompts(4)[2:])
+        resumed.backlog.enqueue(prompts(4)[1:])
+    resumed.backlog.enqueue(prompts(4)[2:])
     assert begin(resumed) == 2 and not resumed.round_complete()
 
 
@@ -198,8 +198,8 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
     for store in (InProcess(), Shelf()):
         m = manager(prompts=4, put=store.put)
         begin(m)
-        for i, grant in enumerate(m.claim("w0")[:5]):
-            m.finish(grant.sample_id, output(2 + i))
+        for i, lease in enumerate(m.claim("w0")[:5]):
+            m.finish(lease.sample_id, output(2 + i))
         held = [sample.id for group in m.groups.by_order.values() for sample in group.samples if sample.output]
         assert held == ["0/2#0"], "those of groups that are ready are in the store"
         packed.append(pack(encode(capture(m), store.fetch)))

@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from recipe.partial_rollout import waits
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.waits import InfraError
-from recipe.partial_rollout.worker.live_sample import Place
+from recipe.partial_rollout.worker.live_sample import ReplicaAffinity
 from recipe.partial_rollout.worker.llm_client import ReplicaChoice
 from tests.unit.shared import hangs
 
@@ -103,7 +103,7 @@ def test_preemptions_are_counted_since_they_were_last_asked_for():
 
 
 def sample(replica=None, *, resumes=False):
-    return Place(replica, resumes)
+    return ReplicaAffinity(replica, resumes)
 
 
 def choice(**running):

@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker import rewards
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
-from recipe.partial_rollout.worker.rewards import RewardError, checked, reward_of, reward_places
+from recipe.partial_rollout.worker.rewards import RewardError, checked, reward_of, reward_permits
 from tests.unit.conftest import build_config
 
 CONFIG = (
@@ -170,7 +170,7 @@ def test_reward_calls_at_once_fit_the_cores(monkeypatch, given, service, workers
         f"reward.reward_model.enable={service}",
         f"actor_rollout_ref.rollout.agent.num_workers={workers}",
     )
-    assert reward_places(config) == places
+    assert reward_permits(config) == places
 
 
 # -- reward workers: ``tests/integration/test_reward_workers.py`` has Ray's own, that die and that hang ------------------

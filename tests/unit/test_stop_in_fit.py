@@ -81,8 +81,8 @@ class Rollout:
         manager, step = self.manager, slots.meta_info["global_steps"]
         if self.begun != step - 1:
             manager.begin_version(step - 1)
-        for grant in manager.claim("w0"):
-            manager.finish(grant.sample_id, self.output(version=step - 1))
+        for lease in manager.claim("w0"):
+            manager.finish(lease.sample_id, self.output(version=step - 1))
         groups = manager.take_batch(stop=True)
         self.untrained = [group.uid for group in groups]
         # As the manager actor does behind the update: the next version begins before this batch is trained.
@@ -143,7 +143,7 @@ class Figures(dict):
 
 def build_trainer(config, run_dir, manager, output, *, moment):
     """A trainer of ``STEPS`` steps, without workers; ``moment(name)`` is told where ``fit`` is."""
-    main_ppo.wire(config)
+    main_ppo.apply_overrides(config)
     trainer = object.__new__(PartialRolloutRayPPOTrainer)
     trainer.config = config
     settings = PartialRolloutConfig.from_config(config)
@@ -222,7 +222,7 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         config = resolved_config("quickstart_cpu", *keys)
         trainer = build_trainer(config, tmp_path, manager(batch=2, n=2, prompts=0), output, moment=moment)
         if trainer.files.checkpoints.chosen is None:
-            trainer.async_rollout_manager.manager.reserve.offer(prompts(2 * STEPS))
+            trainer.async_rollout_manager.manager.backlog.enqueue(prompts(2 * STEPS))
         trainer.stopped = False
         try:
             trainer.fit()

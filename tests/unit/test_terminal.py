@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.settings import FilterSettings
-from recipe.partial_rollout.manager.types import Standing
+from recipe.partial_rollout.manager.types import RoundProgress
 from recipe.partial_rollout.rollout import guard
 from recipe.partial_rollout.training import step_log
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
@@ -44,7 +44,7 @@ class Engines:
 
 async def standing(decoded):
     assert decoded
-    return Standing(ready_groups=2, running=3, oldest=1)
+    return RoundProgress(ready_groups=2, running=3, oldest=1)
 
 
 @pytest.mark.parametrize(

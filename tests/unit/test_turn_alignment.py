@@ -17,7 +17,7 @@ from recipe.partial_rollout.worker.live_sample import context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
 from tests.unit import loop_life
 from tests.unit.loop_life import function, output_of
-from tests.unit.shared import Keeper, live_sample
+from tests.unit.shared import SlotProvider, live_sample
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
 ROLES = {"user": USER, "system": USER, "assistant": ASSISTANT, "tool": OBSERVATION}
@@ -97,7 +97,7 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
     engine.answers = [call.answer() for call in calls]
     tokens = [token for call in calls for token in call.tokens[: call.kept]]
     versions = [call.version for call in calls for _ in range(call.kept)]
-    sample = live_sample(Keeper())
+    sample = live_sample(SlotProvider())
     config = config_of(response_length, "observation")
     client = SampleClient(PartialRolloutLLMClient(config), sample, sample.clock)
     loop = loop_of(config, [function("look", look)], client)
@@ -111,7 +111,7 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
 
 def played(*turns):
     """A sample whose engine calls had ``turns`` (prompt, version, tokens)."""
-    sample = live_sample(Keeper())
+    sample = live_sample(SlotProvider())
     for prompt, version, tokens in turns:
         turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest())
         if tokens:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from recipe.partial_rollout.manager.types import Grant, RolloutFailedError
+from recipe.partial_rollout.manager.types import Lease, RolloutFailedError
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker import claim_loop
 from recipe.partial_rollout.worker.live_sample import SampleClock
@@ -150,7 +150,7 @@ async def test_clock_stands_until_the_last_of_overlapping_waits_and_starts_anew(
 
 
 async def test_sample_that_no_round_comes_for_ends_the_run_by_its_deadline(monkeypatch):
-    monkeypatch.setattr(claim_loop, "GRANT_S", 0.2)
+    monkeypatch.setattr(claim_loop, "LEASE_S", 0.2)
     async with training([[5], [60]]) as one:
         await one.stop_round()
         await asyncio.sleep(0.4)
@@ -170,7 +170,7 @@ async def test_disagreement_with_the_manager_on_a_conversation_ends_the_run(held
         known = "0/9#0" if held else "0/1#0"
         await asyncio.sleep(0.05)
         with pytest.raises(RuntimeError, match=message):
-            one.worker._claims.run([Grant(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
+            one.worker._claims.run([Lease(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
@@ -222,7 +222,7 @@ async def test_slot_of_a_sample_in_a_tool_is_anothers_until_it_comes_back():
         return [sample.state for sample in one.actor._manager.samples.unfinished.values()]
 
     async with training([[10], [120], [5]], slots=1, release_after_s=0.02, **talks) as one:
-        await until(lambda: states() == ["away", "running", "waiting"])
+        await until(lambda: states() == ["parked", "running", "waiting"])
         await asyncio.sleep(0.12)
         answered.set()
         await one.stop_round()
@@ -247,11 +247,11 @@ async def test_samples_that_start_at_once_keep_their_slots_until_each_can_call()
         assert one.figures()["agent/slots_freed_s_total"] == 0
 
 
-@pytest.mark.parametrize("away_s", [None, 10.0])
-async def test_tool_within_its_deadline_is_no_stall(away_s):
+@pytest.mark.parametrize("parked_s", [None, 10.0])
+async def test_tool_within_its_deadline_is_no_stall(parked_s):
     refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 away on w1")
     # What a busy machine takes for a turn is less than a second.
-    limits = {"stall_s": 1.0, "away_s": away_s, "release_after_s": 0.02}
+    limits = {"stall_s": 1.0, "parked_s": parked_s, "release_after_s": 0.02}
     async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(1.6), [])) as one:
-        with refused if away_s is None else contextlib.nullcontext():
+        with refused if parked_s is None else contextlib.nullcontext():
             await batch_of(one)

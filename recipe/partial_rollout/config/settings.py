@@ -316,7 +316,7 @@ class PartialRolloutConfig:
         return self.batch_groups * self.samples_per_group
 
     @property
-    def away_s(self) -> float | None:
+    def parked_s(self) -> float | None:
         """Longest deadline of a tool or reward that a sample without a slot awaits; None: a tool may take any time."""
         tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
         return tool_s and max(tool_s, self.deadlines.reward_s)
@@ -365,7 +365,7 @@ class PartialRolloutConfig:
             words = f"at most {ROOT}.failures.sample_timeout_s={sample_s:g}, which would end its sample first"
             raise fail(f"{ROOT}.failures.tool_timeout_s", f"{tool_s:g}", words)
         held_s, stall_s = self.tools.release_after_s, self.deadlines.stall_s
-        if held_s >= stall_s and (self.away_s or math.inf) >= stall_s:
+        if held_s >= stall_s and (self.parked_s or math.inf) >= stall_s:
             words = f"below {ROOT}.deadlines.stall_s={stall_s:g}, which would end the run during a call in its deadline"
             raise fail(f"{ROOT}.tools.release_after_s", f"{held_s:g}", words)
 

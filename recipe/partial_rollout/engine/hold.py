@@ -3,7 +3,7 @@
 An interruption ends every request, and each comes back as a new one. A hold ends none: requests keep their seats and
 their tokens, and go on after ``resume_generation``. Requests that arrive meanwhile are accepted, and scheduled then.
 
-``freeze`` returns when every token of the old weights is counted: the engine core answers once no step is in flight,
+``pause`` returns when every token of the old weights is counted: the engine core answers once no step is in flight,
 asynchronous scheduling included, and sends its answer behind the tokens; then they are awaited at the output processor.
 
 verl's server names one version for a request, the one in force when it ends. So the server notes at each hold how many
@@ -54,7 +54,7 @@ class Span(NamedTuple):
     version: int
 
 
-async def freeze(engine: Any, *, clear_kv: bool) -> None:
+async def pause(engine: Any, *, clear_kv: bool) -> None:
     """Hold ``engine``; returns when its output processor has every token made so far. Holding it twice is the same as once.
 
     Args:
@@ -96,12 +96,12 @@ def tokens_made(engine: Any) -> dict[str, int]:
     }
 
 
-def note_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version: int | None) -> None:
+def record_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version: int | None) -> None:
     """Add to ``marks`` of each request that the tokens it has ``made`` since the last call are of ``version``.
 
     >>> marks = {"a": []}
-    >>> note_marks(marks, {"a": 5, "of another": 7}, version=3)
-    >>> note_marks(marks, {"a": 5}, version=4)
+    >>> record_marks(marks, {"a": 5, "of another": 7}, version=3)
+    >>> record_marks(marks, {"a": 5}, version=4)
     >>> marks
     {'a': [(5, 3)]}
     """

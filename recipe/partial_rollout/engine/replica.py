@@ -39,7 +39,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.config.settings import ResumeKV
-from recipe.partial_rollout.engine.hold import Mark, freeze, note_marks, salt_of, tokens_made
+from recipe.partial_rollout.engine.hold import Mark, pause, record_marks, salt_of, tokens_made
 from recipe.partial_rollout.waits import AGAIN_S, one_line
 from verl_ext.piecewise_scheduler import PIECEWISE
 from verl_ext.vllm_plugin import preemptions_of
@@ -61,7 +61,7 @@ ProcessId = tuple[int, float]
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestFacts:
     """Facts about a request, from when the server is asked until it answers."""
 
     queued_s: float = 0.0
@@ -83,7 +83,7 @@ class AdmittingEngine:
     def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:
         self._engine = engine
         self._salt = salt
-        self.requests: dict[str, Asked] = {}
+        self.requests: dict[str, RequestFacts] = {}
         """by id; the server adds and removes them"""
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +111,7 @@ class AdmittingEngine:
             EngineDeadError: the engine has died. Other errors of the engine pass through unchanged.
         """
         queue, ended, began = None, False, time.monotonic()
-        asked = self.requests.get(request_id) or Asked()
+        facts = self.requests.get(request_id) or RequestFacts()
         if self._salt is not None:
             prompt = {**prompt, "cache_salt": self._salt(request_id)}
         try:
@@ -121,7 +121,7 @@ class AdmittingEngine:
                 output = queue.get_nowait() or await queue.get()
                 ended = output.finished
                 if ended:
-                    asked.queued_s = _queued_s(output, began)
+                    facts.queued_s = _queued_s(output, began)
                     _thin(output)
                 yield output
         except EngineDeadError:
@@ -229,14 +229,14 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
         """
-        self.engine.requests[request_id] = asked = Asked()
+        self.engine.requests[request_id] = facts = RequestFacts()
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **options)
         finally:
             del self.engine.requests[request_id]
-        output.extra_fields["queued_s"] = asked.queued_s
-        if asked.marks:
-            output.extra_fields["version_marks"] = asked.marks
+        output.extra_fields["queued_s"] = facts.queued_s
+        if facts.marks:
+            output.extra_fields["version_marks"] = facts.marks
         self._decoded += len(output.token_ids)
         return output
 
@@ -255,9 +255,9 @@ class RecipeVLLMServer(vLLMHttpServer):
         if self.node_rank != 0:
             return
         self._held = True
-        await freeze(self.engine, clear_kv=not self._keeps_kv)
-        marks = {request_id: asked.marks for request_id, asked in self.engine.requests.items()}
-        note_marks(marks, tokens_made(self.engine), self.global_steps)
+        await pause(self.engine, clear_kv=not self._keeps_kv)
+        marks = {request_id: facts.marks for request_id, facts in self.engine.requests.items()}
+        record_marks(marks, tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:
         """Do as verl's, and end a hold."""

@@ -30,18 +30,18 @@ from recipe.partial_rollout.manager.types import (
     Added,
     Failed,
     Finished,
-    Grant,
     Interrupted,
+    Lease,
     Parked,
     Prompt,
     ReadyBatch,
     Report,
     RolloutFailedError,
+    RoundProgress,
     SampleOutput,
-    Standing,
-    StepAccount,
+    StepSummary,
 )
-from recipe.partial_rollout.waits import ToldError, one_line
+from recipe.partial_rollout.waits import ErrorText, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ManagerActor:
     CLAIM_WAIT_S = 20.0
     """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
     CLAIM_SAMPLES = 512
-    """most samples that one answer grants: a version of 100,000 samples can start before all of them are granted"""
+    """most samples that one answer leases: a version of 100,000 samples can start before all of them are granted"""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class ManagerActor:
         self._failure: str | None = None
         """the first reason for which everyone who waits, now or later, fails"""
         self._stall_s = settings.deadlines.stall_s
-        self._away_s = max(self._stall_s, settings.away_s or 0.0)
-        """longest deadline of what a sample that is away may await; a tool without one is no excuse"""
+        self._parked_s = max(self._stall_s, settings.parked_s or 0.0)
+        """longest deadline of what a parked sample may await; a tool without one is no excuse"""
         self._moved_at = time.monotonic()
         """when a sample last reported or an engine made a token"""
         self._store = store
@@ -82,9 +82,9 @@ class ManagerActor:
         """groups that were in flight when the version began"""
         self._retries = 0
         """failed samples that wait for their retry"""
-        self._errors: dict[tuple[str, str], ToldError] = {}
+        self._errors: dict[tuple[str, str], ErrorText] = {}
         """the first that workers have reported of each kind"""
-        self._new_errors: list[ToldError] = []
+        self._new_errors: list[ErrorText] = []
         """of the present step"""
         self._gauges: dict[str, float] = {}
         """when the batch was taken, before the next version began"""
@@ -113,14 +113,14 @@ class ManagerActor:
         Raises:
             RolloutFailedError: it is, and no sample waits for its retry.
         """
-        away, idle_s = self._manager.samples.away, time.monotonic() - self._moved_at
-        limit_s = self._away_s if away else self._stall_s
+        parked, idle_s = self._manager.samples.parked, time.monotonic() - self._moved_at
+        limit_s = self._parked_s if parked else self._stall_s
         if idle_s >= limit_s and not self._retries:
-            longer = limit_s > self._stall_s
+            excuse = f"{limit_s:g} s with {parked} in a tool or reward, the longest deadline of either"
             raise RolloutFailedError(
                 f"no sample reported and no engine made a token for {idle_s:.0f} s "
                 f"(partial_rollout.deadlines.stall_s={self._stall_s:g}"
-                f"{f'; {limit_s:g} s with {away} in a tool or reward, the longest deadline of either' if longer else ''}); "
+                f"{f'; {excuse}' if limit_s > self._stall_s else ''}); "
                 f"{self._manager.samples.report()}"
             )
         return limit_s - idle_s
@@ -128,12 +128,12 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts to offer: those that this version, or the next, may need beyond the reserve."""
+        """Number of prompts to offer: those that this version, or the next, may need beyond the backlog."""
         return self._manager.wanted
 
-    async def offer(self, prompts: list[Prompt], source_left: int) -> None:
+    async def enqueue(self, prompts: list[Prompt], source_left: int) -> None:
         """These prompts replace filtered groups."""
-        self._manager.reserve.offer(prompts, source_left)
+        self._manager.backlog.enqueue(prompts, source_left)
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
         self._wake()
@@ -158,7 +158,7 @@ class ManagerActor:
         self._raise_failure()
         manager = self._manager
         garbage.release()
-        manager.reserve.offer(prompts, source_left)
+        manager.backlog.enqueue(prompts, source_left)
         self._carried = manager.groups.carried
         if not manager.exhausted:
             manager.begin_version(version)
@@ -169,9 +169,9 @@ class ManagerActor:
         """Wait until the batch of this version is complete, and take it.
 
         With ``stop`` no sample can be claimed from then on. Without, everything else runs on, and what admission allows is
-        refilled. Returns early with None in two cases: dynamic sampling runs low on reserve prompts, so the caller offers
-        those that are wanted and asks again; or the rollout was suspended, so groups that the last reports complete go
-        into the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+        refilled. Returns early with None in two cases: dynamic sampling runs low on prompts in the backlog, so the caller
+        offers those that are wanted and asks again; or the rollout was suspended, so groups that the last reports complete
+        go into the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
 
         Raises:
             RuntimeError: the trainer has this version's batch already, or there is no version yet.
@@ -195,20 +195,20 @@ class ManagerActor:
             self._wake()
         return ReadyBatch(decided_at, groups, self._carried)
 
-    async def finish_step(self) -> StepAccount:
+    async def finish_step(self) -> StepSummary:
         """The trainer has updated on its batch; if the round was stopped, the workers have reported all of it."""
         # The batch's own metrics are known only while the trainer has it, the lengths of interrupted samples only now.
         metrics = self._manager.metrics() | self._gauges
         admitted, filtered = self._manager.groups.train()
         errors, self._new_errors = tuple(self._new_errors), []
-        return StepAccount(admitted, filtered, metrics, errors)
+        return StepSummary(admitted, filtered, metrics, errors)
 
     async def suspend(self) -> None:
         """End the round without a batch, to checkpoint and stop: no sample can be claimed from here on."""
         self._manager.suspend()
         self._wake()
 
-    async def standing(self, decoded: bool = False) -> Standing:
+    async def progress(self, decoded: bool = False) -> RoundProgress:
         """How far the round is; it waits for nobody, and nobody for it.
 
         Args:
@@ -218,7 +218,7 @@ class ManagerActor:
             self._moved_at = time.monotonic()
         manager = self._manager
         oldest = manager.version - manager.groups.oldest_birth(default=manager.version)
-        return Standing(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
+        return RoundProgress(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -262,7 +262,7 @@ class ManagerActor:
         self._wake()
         return requeued
 
-    async def claim(self, worker: str) -> list[Grant]:
+    async def claim(self, worker: str) -> list[Lease]:
         """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any.
 
         Raises:
@@ -271,22 +271,22 @@ class ManagerActor:
         until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
             self._raise_failure()
-            if grants := self._manager.claim(worker, self.CLAIM_SAMPLES):
-                return grants
+            if leases := self._manager.claim(worker, self.CLAIM_SAMPLES):
+                return leases
             if (left_s := until - time.monotonic()) <= 0:
                 return []
             await self._wait_at_most(left_s)
 
-    async def report(self, report: Report) -> list[Grant]:
+    async def report(self, report: Report) -> list[Lease]:
         """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
         self._moved_at = time.monotonic()
         self._apply(report)
-        grants = []
+        leases = []
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
-            grants = self._manager.claim(report.worker, self.CLAIM_SAMPLES)
+            leases = self._manager.claim(report.worker, self.CLAIM_SAMPLES)
         self._wake()
-        return grants
+        return leases
 
     def _apply(self, report: Report) -> None:
         """Pass the events of ``report`` to the manager.

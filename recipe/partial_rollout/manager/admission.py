@@ -8,8 +8,9 @@ the version under which its first sample started. Then every group is trained by
 
 1. *admission*: at most (1 + K) N groups count at any time: those unfinished or ready, and those that the present version
    trains (``pacing_load``);
-2. *completion*: version v takes its batch only when the groups that remain can be trained in time (``in_time``): of those
-   born, for each j >= 0 at most j N have birth + K <= v + j. Until then the trainer waits; nothing is dropped.
+2. *completion*: version v takes its batch only when the groups that remain can be trained in time
+   (``rest_can_be_trained``): of those born, for each j >= 0 at most j N have birth + K <= v + j. Until
+   then the trainer waits; nothing is dropped.
 
 A batch always completes. Once every born group is finished, version v takes the N oldest. For every w <= v, at most
 (w + K - v + 1) N groups with birth <= w were left before that batch (w < v: rule 2 at v - 1; w = v: rule 1). The N oldest
@@ -20,7 +21,7 @@ go, so at most (w + K - v) N stay, which is rule 2::
     Ready: one of 4 and one of 5. Left would be one of 4: 1 > 0 * 2, it waits. Ready: both of 4. It takes them, and
     leaves two of 5, to be trained by version 6: 2 <= 1 * 2.
 
-    >>> [in_time({4: 2, 5: 2}, batch, version=5, max_staleness=1) for batch in ([5, 5], [4, 5], [4, 4])]
+    >>> [rest_can_be_trained({4: 2, 5: 2}, batch, version=5, max_staleness=1) for batch in ([5, 5], [4, 5], [4, 4])]
     [False, False, True]
 """
 
@@ -35,7 +36,9 @@ from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, w
 from recipe.partial_rollout.manager.groups import Groups
 
 
-def in_time(births: Mapping[int | None, int], batch: Sequence[int | None], version: int, max_staleness: int) -> bool:
+def rest_can_be_trained(
+    births: Mapping[int | None, int], batch: Sequence[int | None], version: int, max_staleness: int
+) -> bool:
     """Whether all other groups can still be trained in time after ``version`` takes the batch.
 
     Args:

@@ -1,6 +1,6 @@
 """The manager's state as plain Python and numpy, and back.
 
-Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``reserve``, prompts of ``{uid, row}`` each;
+Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``backlog``, prompts of ``{uid, row}`` each;
 ``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has
 ``failures``, ``error``, its ``output`` once it has finished, and until then its ``segments`` if it is single-turn.
 
@@ -46,18 +46,18 @@ def capture(manager: PromptsManager) -> dict[str, Any]:
     Not after the next version has begun and before the batch is trained (``Driver.save``): a restored run would have to
     train that batch again, under a version that is gone.
     """
-    reserve, groups = manager.reserve, manager.groups
+    backlog, groups = manager.backlog, manager.groups
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
     live = manager.samples.unfinished.values()
     lost = sum(len(segment) for sample in live if not sample.lasting_segments for segment in sample.segments)
     return {
         "version": manager.version,
-        "last_offered": reserve.last_offered,
+        "last_enqueued": backlog.last_enqueued,
         "admitted": list(groups.admitted),
         "filtered": [asdict(group) for group in groups.filtered],
         "counters": asdict(replace(groups.counters, lost_tokens=groups.counters.lost_tokens + lost)),
         "trained": np.array(list(groups.trained.items()), np.int64).reshape(-1, 2),
-        "reserve": [_fields(prompt) for prompt in reserve.prompts],
+        "backlog": [_fields(prompt) for prompt in backlog.prompts],
         "groups": [
             {
                 "prompt": _fields(group.prompt),
@@ -113,10 +113,10 @@ def restore(manager: PromptsManager, state: dict[str, Any]) -> None:
 
     The source is open again: a resumed training may have more steps than the one that drained.
     """
-    reserve, groups = manager.reserve, manager.groups
+    backlog, groups = manager.backlog, manager.groups
     manager.version = state["version"]
-    reserve.prompts.extend(Prompt(**row) for row in state["reserve"])
-    reserve.last_offered = state["last_offered"]
+    backlog.prompts.extend(Prompt(**row) for row in state["backlog"])
+    backlog.last_enqueued = state["last_enqueued"]
     for name, total in state["counters"].items():
         setattr(groups.counters, name, total)
     groups.trained = dict(state["trained"].tolist())

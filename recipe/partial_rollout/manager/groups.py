@@ -1,6 +1,6 @@
 """All prompts between the data source and the trainer: the states of groups and of samples, and who alone writes them.
 
-A prompt waits in the ``Reserve``, and is a group from admission to training: what a checkpoint keeps. Workers, their slots
+A prompt waits in the ``Backlog``, and is a group from admission to training: what a checkpoint keeps. Workers, their slots
 and the claim queue are no part of it: after a crash no sample has an owner. The states of a group, and its verbs::
 
     enter           start           ready          take          train
@@ -50,29 +50,29 @@ _ANEW = None
 VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
     "admit": ((SampleState.WAITING,), _ANEW),
     "claim": ((SampleState.WAITING, SampleState.INTERRUPTED), SampleState.RUNNING),
-    "park": ((SampleState.RUNNING,), SampleState.AWAY),
-    "interrupt": ((SampleState.RUNNING, SampleState.AWAY), SampleState.INTERRUPTED),
-    "finish": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FINISHED),
-    "fail": ((SampleState.RUNNING, SampleState.AWAY), SampleState.FAILED),
+    "park": ((SampleState.RUNNING,), SampleState.PARKED),
+    "interrupt": ((SampleState.RUNNING, SampleState.PARKED), SampleState.INTERRUPTED),
+    "finish": ((SampleState.RUNNING, SampleState.PARKED), SampleState.FINISHED),
+    "fail": ((SampleState.RUNNING, SampleState.PARKED), SampleState.FAILED),
     "mask": ((SampleState.FAILED,), SampleState.FINISHED),
     "retry": ((SampleState.FAILED,), _ANEW),
-    "release_worker": ((SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.AWAY), _ANEW),
+    "release_worker": ((SampleState.RUNNING, SampleState.INTERRUPTED, SampleState.PARKED), _ANEW),
 }
 """by verb: the states that a sample may leave by it, and the one that it enters"""
 
 
 @dataclass(slots=True)
-class Reserve:
+class Backlog:
     """Prompts that were offered, in dispatch order, and are not admitted yet."""
 
     prompts: deque[Prompt] = field(default_factory=deque)
-    last_offered: str | None = None
+    last_enqueued: str | None = None
     """uid; prompts come in order, so this shows whether a prompt was already offered"""
     source_left: float = math.inf
     """prompts that may still be offered"""
 
-    def offer(self, prompts: Iterable[Prompt], source_left: float = math.inf) -> None:
-        """Put prompts in reserve, in training order; they start when admission allows.
+    def enqueue(self, prompts: Iterable[Prompt], source_left: float = math.inf) -> None:
+        """Put prompts into the backlog, in training order; they start when admission allows.
 
         Args:
             source_left: prompts that the source has after them; with none, what is in flight drains.
@@ -81,11 +81,11 @@ class Reserve:
             RuntimeError: a prompt does not come after the last one.
         """
         for prompt in prompts:
-            last = self.last_offered
+            last = self.last_enqueued
             if last is not None and position_of(prompt.uid) <= position_of(last):
                 raise RuntimeError(f"prompt {prompt.uid} was offered twice, or out of order: the last one was {last}")
             self.prompts.append(prompt)
-            self.last_offered = prompt.uid
+            self.last_enqueued = prompt.uid
         self.source_left = source_left
 
 
@@ -107,9 +107,9 @@ class Counters:
     """samples that used up their retries"""
     filtered_groups: int = 0
     """consumed without being trained, because all samples have the same score"""
-    spared_groups: int = 0
+    kept_groups: int = 0
     """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
-    away_s: float = 0.0
+    parked_s: float = 0.0
     """seconds in which samples lived on without their slot"""
     lost_tokens: int = 0
     """decoded for conversations that began anew, after a crash, a resume, a worker's death or a failure of their own"""
@@ -319,10 +319,10 @@ class Samples:
     >>> samples = Samples(Counters(), clock=lambda: 0.0)
     >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", {}), order=0))
     >>> [str(samples.move("0/0#0", verb).state) for verb in ("claim", "park", "interrupt")]
-    ['running', 'away', 'interrupted']
+    ['running', 'parked', 'interrupted']
     >>> samples.move("0/0#0", "finish")
     Traceback (most recent call last):
-    RuntimeError: finish: sample 0/0#0 is interrupted, not running or away
+    RuntimeError: finish: sample 0/0#0 is interrupted, not running or parked
 
     Args:
         counters: their interruptions, lost tokens and seconds without a slot are counted here.
@@ -336,8 +336,8 @@ class Samples:
         """by id"""
         self.running: Counter[str | None] = Counter()
         """number of the RUNNING ones, which hold a slot, by worker"""
-        self.away = 0
-        """number of the AWAY ones, which live on without a slot"""
+        self.parked = 0
+        """number of the PARKED ones, which live on without a slot"""
 
     def move(self, sample_id: str, verb: str) -> Sample:
         """Have a sample of its worker leave its state and enter another, as ``VERBS`` says; returns it.
@@ -347,8 +347,8 @@ class Samples:
         """
         leaves, enters = VERBS[verb]
         sample, now = self.in_state(sample_id, verb, leaves), self._clock()
-        if sample.state is SampleState.AWAY:
-            self._counters.away_s += now - sample.since
+        if sample.state is SampleState.PARKED:
+            self._counters.parked_s += now - sample.since
         elif verb == "interrupt":
             self._counters.interrupted += 1
         if enters is None:
@@ -356,7 +356,7 @@ class Samples:
             self._counters.lost_tokens += decoded - sample.cached_tokens
             enters = SampleState.INTERRUPTED if sample.segments else SampleState.WAITING
         self.running[sample.worker] += (enters is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
-        self.away += (enters is SampleState.AWAY) - (sample.state is SampleState.AWAY)
+        self.parked += (enters is SampleState.PARKED) - (sample.state is SampleState.PARKED)
         sample.state, sample.since = enters, now
         return sample
 

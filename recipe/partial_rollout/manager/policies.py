@@ -110,9 +110,9 @@ def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
     >>> [common_value("reward", outputs(*rewards)) for rewards in ((1, 1, 1, 1), (1, 0, 1, 1), (1,))]
     [1.0, None, None]
     """
-    said = [_said(metric, output.reward_score, output.reward_extra_info) for output in outputs if not output.masked]
-    values = {finite(value) for value in said}
-    return values.pop() if len(said) > 1 and len(values) == 1 else None
+    found = [_value(metric, output.reward_score, output.reward_extra_info) for output in outputs if not output.masked]
+    values = {finite(value) for value in found}
+    return values.pop() if len(found) > 1 and len(values) == 1 else None
 
 
 def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
@@ -125,12 +125,12 @@ def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
 
 def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | None:
     """Describe what the reward of a sample gives in place of a number for ``metric``; None if it gives one."""
-    if finite(said := _said(metric, score, info)) is not None:
+    if finite(found := _value(metric, score, info)) is not None:
         return None
-    found = f"{said!r:.40}" if metric in info else "nothing"
+    found = f"{found!r:.40}" if metric in info else "nothing"
     known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
     return f"algorithm.filter_groups.metric={metric}: the reward function gives {found}; numbers are {known}"
 
 
-def _said(metric: str, score: float | None, info: dict[str, Any]) -> Any:
+def _value(metric: str, score: float | None, info: dict[str, Any]) -> Any:
     return score if metric in SCORES else info.get(metric)

@@ -6,7 +6,7 @@ checkpoints, that
 * every prompt offered is consumed exactly once: its group is acknowledged as trained, or FILTERED when its last sample
   ends;
 * no group is trained later than ``max_staleness`` versions after its first sample started (``admission`` has the theorem);
-* a sample has one owner: it is claimable, or one worker has it (RUNNING, AWAY), or it awaits its retry, or it has ended.
+* a sample has one owner: it is claimable, or one worker has it (RUNNING, PARKED), or it awaits its retry, or it has ended.
 
 ``groups`` has the states of samples and groups.
 
@@ -27,13 +27,13 @@ from enum import StrEnum
 from typing import Any
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.admission import Admission, in_time
-from recipe.partial_rollout.manager.groups import Groups, Reserve, Samples
+from recipe.partial_rollout.manager.admission import Admission, rest_can_be_trained
+from recipe.partial_rollout.manager.groups import Backlog, Groups, Samples
 from recipe.partial_rollout.manager.policies import FailureVerdict, common_value, masked_output, verdict_on
 from recipe.partial_rollout.manager.scheduling import ClaimQueue, Slots, order_of
 from recipe.partial_rollout.manager.types import (
-    Grant,
     GroupState,
+    Lease,
     PromptGroup,
     Sample,
     SampleOutput,
@@ -42,7 +42,7 @@ from recipe.partial_rollout.manager.types import (
     TakenGroup,
 )
 
-_LIVE = (SampleState.RUNNING, SampleState.AWAY, SampleState.INTERRUPTED)
+_LIVE = (SampleState.RUNNING, SampleState.PARKED, SampleState.INTERRUPTED)
 
 
 class VersionState(StrEnum):
@@ -59,7 +59,7 @@ class PromptsManager:
 
     A batch of one group of two samples, one spare group in flight, three slots. After the first batch::
 
-        reserve        in flight                                trainer
+        backlog        in flight                                trainer
         0/2     ---->  0/1#0 interrupted, 0/1#1 waiting  ---->  0/0
 
     >>> import numpy as np
@@ -67,10 +67,10 @@ class PromptsManager:
     >>> from recipe.partial_rollout.manager.types import Prompt, SampleOutput
     >>> settings = PartialRolloutConfig(batch_groups=1, samples_per_group=2)
     >>> manager = PromptsManager(settings, clock=lambda: 0.0)
-    >>> manager.reserve.offer(Prompt(f"0/{i}", {}) for i in range(3))
+    >>> manager.backlog.enqueue(Prompt(f"0/{i}", {}) for i in range(3))
     >>> manager.slots.register("w0", capacity=3)
     >>> manager.begin_version(0)
-    >>> [grant.sample_id for grant in manager.claim("w0")]
+    >>> [lease.sample_id for lease in manager.claim("w0")]
     ['0/0#0', '0/0#1', '0/1#0']
     >>> token = np.ones(1, np.int32)
     >>> output = SampleOutput(token, token, token, -token, 0 * token, 1, 1.0, {}, 2, {})
@@ -101,7 +101,7 @@ class PromptsManager:
         """policy version that decodes the claimed samples"""
         self.groups = Groups(put)
         self.counters = self.groups.counters
-        self.reserve = Reserve()
+        self.backlog = Backlog()
         self.samples = Samples(self.counters, clock)
         self.slots = Slots(ClaimQueue(order_of(settings.scheduling, settings.batch_groups)), self.samples)
         self._version_state = VersionState.CLOSED
@@ -114,7 +114,7 @@ class PromptsManager:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def claim(self, worker: str, limit: int | None = None) -> list[Grant]:
+    def claim(self, worker: str, limit: int | None = None) -> list[Lease]:
         """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
         self.slots.require(worker)
         if not self.round_open:
@@ -122,20 +122,20 @@ class PromptsManager:
         # A group that would be too old after the next batch must be in it.
         next_to_train = self.version + (self._version_state is VersionState.AHEAD)
         self.slots.queue.make_overdue(next_to_train - self._settings.max_staleness)
-        return [self._grant(sample, worker) for sample in self.slots.claim(worker, limit)]
+        return [self._lease(sample, worker) for sample in self.slots.claim(worker, limit)]
 
-    def _grant(self, sample: Sample, worker: str) -> Grant:
+    def _lease(self, sample: Sample, worker: str) -> Lease:
         group = sample.group
         if group.state is GroupState.WAITING:
             self.groups.start(group, self.version)
             self.slots.queue.refresh(group)
         # A worker that still holds the conversation has its tokens; they need not be sent at every resumption.
-        held = sample.worker == worker
-        segments = () if held else tuple(sample.segments)
+        resident = sample.worker == worker
+        segments = () if resident else tuple(sample.segments)
         sample.worker = worker
         self.samples.move(sample.id, "claim")
         slots = self.slots.workers[worker]
-        return Grant(sample.id, group.uid, group.order, group.prompt.row, segments, held=held, slots=slots)
+        return Lease(sample.id, group.uid, group.order, group.prompt.row, segments, resident=resident, slots=slots)
 
     def add(self, sample_id: str, segments: Sequence[Segment]) -> None:
         """Cache what a sample has made, so that a single-turn sample survives its worker."""
@@ -204,7 +204,7 @@ class PromptsManager:
             self._filtered += 1
             self._to_replace += self.round_open
         else:
-            self.counters.spared_groups += value is not None
+            self.counters.kept_groups += value is not None
             self.groups.ready(group)
 
     def _may_filter(self) -> bool:
@@ -213,21 +213,21 @@ class PromptsManager:
         size, most = self._settings.batch_groups, self._filter.max_num_gen_batches
         if most and self._filtered >= (most - 1) * size:
             return False
-        return self.groups.in_flight - 1 + len(self.reserve.prompts) + self.reserve.source_left >= size
+        return self.groups.in_flight - 1 + len(self.backlog.prompts) + self.backlog.source_left >= size
 
     # -- admission -------------------------------------------------------------------------------------------------
 
     def admit(self, *, version_begins: bool = False) -> None:
-        """Admit prompts from the reserve as far as the mode allows."""
+        """Admit prompts from the backlog as far as the mode allows."""
         groups = self.groups
-        while self.reserve.prompts and self._admission.allows(
+        while self.backlog.prompts and self._admission.allows(
             groups,
             len(self.samples.unfinished),
             self.version,
             version_begins=version_begins,
             to_replace=self._to_replace,
         ):
-            prompt = self.reserve.prompts.popleft()
+            prompt = self.backlog.prompts.popleft()
             self.enter(groups.enter(prompt, self._settings.samples_per_group))
             self._to_replace = max(0, self._to_replace - 1)
 
@@ -242,14 +242,14 @@ class PromptsManager:
     def wanted(self) -> int:
         """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
         spare = self._settings.batch_groups if self._filter is not None else 0
-        missing = self._admission.most_per_version() + spare - len(self.reserve.prompts)
-        return max(0, missing) if self.reserve.source_left else 0
+        missing = self._admission.most_per_version() + spare - len(self.backlog.prompts)
+        return max(0, missing) if self.backlog.source_left else 0
 
     @property
     def short_of_prompts(self) -> bool:
-        """Whether more groups may soon be filtered than the reserve can replace."""
-        filters = self._filter is not None and self.reserve.source_left > 0
-        return self.round_open and filters and len(self.reserve.prompts) < self._settings.batch_groups
+        """Whether more groups may soon be filtered than the backlog can replace."""
+        filters = self._filter is not None and self.backlog.source_left > 0
+        return self.round_open and filters and len(self.backlog.prompts) < self._settings.batch_groups
 
     @property
     def exhausted(self) -> bool:
@@ -257,8 +257,8 @@ class PromptsManager:
 
         This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
-        ended = self._filter is not None and not self.reserve.source_left
-        return ended and self.groups.in_flight + len(self.reserve.prompts) < self._settings.batch_groups
+        ended = self._filter is not None and not self.backlog.source_left
+        return ended and self.groups.in_flight + len(self.backlog.prompts) < self._settings.batch_groups
 
     # -- versions and batches --------------------------------------------------------------------------------------
 
@@ -306,11 +306,14 @@ class PromptsManager:
             return False
         groups, size = self.groups, self._settings.batch_groups
         if len(groups.ready_queue) < size:
-            return not (self.reserve.source_left or self.reserve.prompts or groups.waiting_or_active)
+            return not (self.backlog.source_left or self.backlog.prompts or groups.waiting_or_active)
         batch = [group.birth for group in groups.ready_queue[:size]]
-        return in_time(groups.births, batch, self.version, self._settings.max_staleness) and self._in_turn()
+        return (
+            rest_can_be_trained(groups.births, batch, self.version, self._settings.max_staleness)
+            and self._within_reorder_window()
+        )
 
-    def _in_turn(self) -> bool:
+    def _within_reorder_window(self) -> bool:
         """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
         size = self._settings.batch_groups
         positions = self._settings.scheduling.positions(size)
@@ -358,7 +361,7 @@ class PromptsManager:
         groups, counters = self.groups, self.counters
         found = {
             **self.gauges(),
-            "agent/slots_freed_s_total": counters.away_s,
+            "agent/slots_freed_s_total": counters.parked_s,
             "buffer/interrupted_total": counters.interrupted,
             "failures/failed_total": counters.failed,
             "failures/retried_total": counters.failed - counters.masked,
@@ -369,5 +372,5 @@ class PromptsManager:
         }
         if self._filter is not None:
             found["filter/groups_total"] = counters.filtered_groups
-            found["filter/spared_total"] = counters.spared_groups
+            found["filter/spared_total"] = counters.kept_groups
         return found

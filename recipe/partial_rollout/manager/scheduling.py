@@ -314,8 +314,8 @@ class Slots:
         Args:
             limit: None stands for all its free slots.
         """
-        # Those that are away need no slot.
-        present = len(self._samples.unfinished) - self._samples.away
+        # Those that are parked need no slot.
+        present = len(self._samples.unfinished) - self._samples.parked
         shared = math.ceil(present * self.workers[worker] / sum(self.workers.values()))
         shared -= self._samples.running[worker] + self.queue.sizes[worker]
         free = self.workers[worker] - self._samples.running[worker]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from recipe.partial_rollout.waits import ToldError
+    from recipe.partial_rollout.waits import ErrorText
 
 
 class SampleState(StrEnum):
@@ -21,7 +21,7 @@ class SampleState(StrEnum):
     """Has no tokens and runs nowhere."""
     RUNNING = "running"
     """A worker holds a slot for it."""
-    AWAY = "away"
+    PARKED = "parked"
     """Gave its slot back and lives on in its worker, which awaits its reward or a tool: it ends there, or comes back."""
     INTERRUPTED = "interrupted"
     """Gave its slot back before it ended, and waits for another one; its tokens are cached."""
@@ -58,7 +58,7 @@ class Segment:
     """the engine's stop reason if the turn is complete; None if the engine call was interrupted, or held after it"""
     turn: int = 0
     """number of its turn in the sample; turns may run concurrently"""
-    asked: str = ""
+    request_digest: str = ""
     """digest of the prompt and the sampling parameters of its turn (``live_sample.digest_of``)"""
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ class FilteredGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Lease:
     """A slot given to a worker for one sample."""
 
     sample_id: str
@@ -248,7 +248,7 @@ class Grant:
     row: dict[str, Any]
     segments: tuple[Segment, ...]
     """of its first turn, from which it goes on; empty for the worker that still holds its conversation"""
-    held: bool = False
+    resident: bool = False
     """whether the worker that gets it still holds its conversation"""
     slots: int = 0
     """slots that the worker has from here on; 0: as many as before"""
@@ -321,7 +321,7 @@ class Report:
     """in the order in which they happened"""
     rescored: int = 0
     """rewards that failed and are asked for again"""
-    errors: list[ToldError] = field(default_factory=list)
+    errors: list[ErrorText] = field(default_factory=list)
     """the first of each kind in this worker, of samples and tools"""
     fatal: str | None = None
     """an error that ends the run, in one line"""
@@ -332,7 +332,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RoundProgress:
     """How far an open round is."""
 
     ready_groups: int
@@ -355,7 +355,7 @@ class ReadyBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepAccount:
+class StepSummary:
     """The manager's part of the record of a trained step; the run's log must have it before the next checkpoint."""
 
     admitted: list[str]
@@ -364,7 +364,7 @@ class StepAccount:
     """since the step before"""
     metrics: dict[str, float]
     """``PromptsManager.metrics`` of the batch; its ``gauges`` are those before the next version began"""
-    errors: tuple[ToldError, ...] = ()
+    errors: tuple[ErrorText, ...] = ()
     """those that workers have reported since the step before, the first of each kind"""
 
 

@@ -48,7 +48,7 @@ from recipe.partial_rollout.preflight.rule import (
     replica_devices,
     where,
 )
-from recipe.partial_rollout.training.loss import WeightLevel, weight_level
+from recipe.partial_rollout.training.loss import WeightGranularity, weight_granularity
 from recipe.partial_rollout.worker.llm_client import WHOLE
 from verl_ext.guard import TESTED, installed_pair
 
@@ -356,12 +356,12 @@ _PARTIAL_ROLLOUT = (
             "at least 0.01",
             "vLLM raises a smaller one to 0.01, and 0 is greedy",
         ),
-        one_of(f"{CORRECTION}.rollout_is", (None, *WeightLevel)),
+        one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
         *where(
-            lambda c: weight_level(at(c, LOSS)) is not WeightLevel.TOKEN,
+            lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,
             one_of(
                 f"{CORRECTION}.rollout_is",
-                (None, WeightLevel.GEOMETRIC, WeightLevel.SEQUENCE),
+                (None, WeightGranularity.GEOMETRIC, WeightGranularity.SEQUENCE),
                 "the loss has one ratio for a sequence",
             ),
         ),

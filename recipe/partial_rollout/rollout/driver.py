@@ -20,12 +20,12 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
                 no engine call for 0.1 s     worker/claim_loop.py        its slot goes to another sample
             match tokens to engine calls     worker/agent_loop_worker.py, as worker/live_sample.py has kept them
             score                            worker/rewards.py
-            report                           manager/actor.py            the answer has the next grants
+            report                           manager/actor.py            the answer has the next leases
         manager.wait_batch                   manager/actor.py            until N groups are ready and the rest can still be
                                                                          trained in time (manager/admission.py)
             watch workers, trainers, stop    rollout/guard.py            a dead worker is replaced
         interrupt the engines                rollout/replicas.py         unfinished turns come back as segments
-        begin_version(v + 1)                                             grants wait at the workers' gates
+        begin_version(v + 1)                                             leases wait at the workers' gates
     train, in verl's fit                     training/trainer_run.py
         assemble the batch                   training/agent_loop_manager.py
         log-probs of pi_prox, if needed      training/loss.py            trainer_run.py decides
@@ -81,7 +81,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
-from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepAccount, TakenGroup
+from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepSummary, TakenGroup
 from recipe.partial_rollout.records.run_log import Begin
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
@@ -270,7 +270,7 @@ class Driver:
             if ready is not None:
                 return ready
             prompts = await self._wanted_prompts()
-            offered = self._manager.offer.remote(prompts, self._source.left)
+            offered = self._manager.enqueue.remote(prompts, self._source.left)
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def finish_step(self) -> None:
@@ -287,10 +287,10 @@ class Driver:
         # Validation's have other names, and may have been made beside.
         ended = await self._guard.wait(self._guard.ask("take_calls"), "asking the workers for their calls", key=None)
         calls = [call for calls in ended for call in calls if "#" in call.sample]
-        account: StepAccount = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
-        for error in account.errors:
-            logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.place, error.line)
-        self._recorder.batch(batch, account, calls, self._guard.restarted)
+        summary: StepSummary = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
+        for error in summary.errors:
+            logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.where, error.line)
+        self._recorder.batch(batch, summary, calls, self._guard.restarted)
         await self._recorder.engines()
         await self._guard.follow_lengths(calls)
         self._batch = None

@@ -24,10 +24,10 @@ import ray
 from ray.exceptions import RayActorError
 from tqdm import tqdm
 
-from recipe.partial_rollout.manager.types import RolloutFailedError, Standing
+from recipe.partial_rollout.manager.types import RolloutFailedError, RoundProgress
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.recorder import Recorder
-from recipe.partial_rollout.rollout.replicas import Load, ServerControl, decoded_between
+from recipe.partial_rollout.rollout.replicas import ReplicaLoad, ServerControl, decoded_between
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.waits import (
     START_S,
@@ -158,17 +158,17 @@ class Guard:
                 ) from error
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _look(self, decoded: bool) -> Standing:
+    async def _look(self, decoded: bool) -> RoundProgress:
         """Ask manager and workers for a sign of life; a worker that gives none is ended.
 
         Args:
             decoded: whether engines have made tokens: a sample of 60,000 tokens may report nothing for longer than
                 ``deadlines.stall_s``, and is no stall.
         """
-        asking, deadline_s = self._manager.standing.remote(decoded), self._deadlines.interrupt_s
-        standing = await wait(asking, deadline_s, "asking the manager actor how far the round is", "interrupt_s")
+        asking, deadline_s = self._manager.progress.remote(decoded), self._deadlines.interrupt_s
+        progress = await wait(asking, deadline_s, "asking the manager actor how far the round is", "interrupt_s")
         await self.ask("__ray_ready__")
-        return standing
+        return progress
 
     # -- the workers' life -----------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ async def watch_round(
     batch_groups: int,
     step: int,
     began: float,
-    look: Callable[[bool], Awaitable[Standing]] | None = None,
+    look: Callable[[bool], Awaitable[RoundProgress]] | None = None,
 ) -> NoReturn:
     """Show how far the round of ``step`` is, for ever: below verl's progress bar on a terminal, else printed.
 
@@ -291,13 +291,13 @@ async def watch_round(
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             load = await control.load()
-            standing = await look(decoded_between(seen, load) > 0) if look else None
+            progress = await look(decoded_between(seen, load) > 0) if look else None
             seen |= load
             now = time.monotonic()
             if bar.disable and now < shown_at + _LOG_S:
                 continue
             rate = decoded_between(shown, load) / (now - shown_at) if shown and load else None
-            line = round_line(step, now - began, batch_groups, standing, load, rate)
+            line = round_line(step, now - began, batch_groups, progress, load, rate)
             if bar.disable:
                 tqdm.write(line)
             else:
@@ -306,21 +306,26 @@ async def watch_round(
 
 
 def round_line(
-    step: int, seconds: float, batch_groups: int, standing: Standing | None, load: Load, tokens_per_s: float | None
+    step: int,
+    seconds: float,
+    batch_groups: int,
+    progress: RoundProgress | None,
+    load: ReplicaLoad,
+    tokens_per_s: float | None,
 ) -> str:
     """An open round at one moment; what is None or empty did not answer (noPR has no manager).
 
-    >>> round_line(7, 143.2, 64, Standing(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4)
+    >>> round_line(7, 143.2, 64, RoundProgress(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4)
     'step 7 | 37 of 64 groups ready | running 118 + 122 | 5,310 tok/s | oldest 2 versions | 143 s'
     """
     running = [count for count, _ in load.values()]
     parts = [f"step {step}"]
-    if standing is not None:
-        parts.append(f"{standing.ready_groups} of {batch_groups} groups ready")
+    if progress is not None:
+        parts.append(f"{progress.ready_groups} of {batch_groups} groups ready")
     if running:
         parts.append(f"running {' + '.join(map(str, running))}")
     if tokens_per_s is not None:
         parts.append(f"{tokens_per_s:,.0f} tok/s")
-    if standing is not None:
-        parts.append(f"oldest {standing.oldest} version{'' if standing.oldest == 1 else 's'}")
+    if progress is not None:
+        parts.append(f"oldest {progress.oldest} version{'' if progress.oldest == 1 else 's'}")
     return " | ".join([*parts, f"{seconds:.0f} s"])

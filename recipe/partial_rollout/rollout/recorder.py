@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepAccount, TakenGroup
+from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepSummary, TakenGroup
 from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.run_log import (
     Arm,
@@ -55,10 +55,10 @@ class StepBatch:
             )
         outputs = [output for group in self.ready.groups for output in group.outputs]
         errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
-        tell_failed(errors, len(outputs), max_masked_fraction)
+        report_failed(errors, len(outputs), max_masked_fraction)
 
 
-def tell_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool = False) -> None:
+def report_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool = False) -> None:
     """Name one of a batch's ``samples`` that failed for good, with ``errors``, if there are any.
 
     Raises:
@@ -119,7 +119,7 @@ class Recorder:
         }
         self.metrics |= {name: value for name, value in optional.items() if value is not None}
 
-    def batch(self, batch: StepBatch, account: StepAccount, calls: Sequence[EngineCall], restarted: int) -> None:
+    def batch(self, batch: StepBatch, summary: StepSummary, calls: Sequence[EngineCall], restarted: int) -> None:
         """PR: record a batch that is trained.
 
         Args:
@@ -137,25 +137,25 @@ class Recorder:
                 step=batch.step,
                 phase=RolloutPhase(batch.since, batch.until, tuple(calls)),
                 trained=trained,
-                admitted=account.admitted,
-                filtered=account.filtered,
+                admitted=summary.admitted,
+                filtered=summary.filtered,
                 interrupt_s=interrupt_s,
                 resume_s=resume_s,
                 carried_groups=ready.carried_groups,
-                lost_samples=int(account.metrics["lost_samples"]),
-                lost_tokens=int(account.metrics["failures/lost_tokens_total"]),
+                lost_samples=int(summary.metrics["lost_samples"]),
+                lost_tokens=int(summary.metrics["failures/lost_tokens_total"]),
             )
         )
         self.metrics |= {
             **batch_metrics(ready.groups, trained, batch.step - 1),
-            **account.metrics,
+            **summary.metrics,
             "overlap": ready.carried_groups / self.settings.batch_groups,
             "failures/replicas_restarted_total": self.control.restarted,
             "failures/workers_restarted_total": restarted,
         }
         if self.settings.group_filter is not None:
-            self.metrics["filter/groups"] = len(account.filtered)
-            self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in account.filtered)
+            self.metrics["filter/groups"] = len(summary.filtered)
+            self.metrics["filter/scores_differ"] = sum(group.scores_differ for group in summary.filtered)
 
     async def engines(self) -> None:
         """Record the slots of a replica and, if the engines count them, the requests preempted since the last step."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from recipe.partial_rollout.waits import START_S, InfraError, answer_of, means_death, one_line, result_of, wait
 
-Load = dict[str, tuple[int, int]]
+ReplicaLoad = dict[str, tuple[int, int]]
 """address of a replica to the requests that it runs and the tokens decoded since its start"""
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ServerControl:
         """Let the replicas release device memory, if they are configured to."""
         await self._all("putting to sleep", lambda replica: replica.sleep())
 
-    async def load(self) -> Load:
+    async def load(self) -> ReplicaLoad:
         """Requests and decoded tokens of the replicas that answer.
 
         The death of another is noticed at the next request that must succeed, an interruption at the latest.
@@ -155,7 +155,7 @@ def _asking(verb: str) -> Callable[[Any], Awaitable[Any]]:
     return lambda replica: result_of(getattr(replica.server_handle, verb).remote())
 
 
-def decoded_between(before: Load, after: Load) -> int:
+def decoded_between(before: ReplicaLoad, after: ReplicaLoad) -> int:
     """Tokens that the replicas decoded between two answers; one that died or came back in between counts as 0.
 
     >>> decoded_between({"a": (3, 100), "b": (3, 900)}, {"a": (2, 160), "c": (4, 10)})

@@ -156,7 +156,7 @@ class StopSignals:
         os._exit(128 + number)
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether a signal has come."""
         return self._number is not None
 
@@ -181,7 +181,7 @@ class StopSignals:
         Raises:
             NoAnswerError: they are over.
         """
-        while not self.asked:
+        while not self.requested:
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(_GRACE_S)
         raise NoAnswerError(f"no answer within {_GRACE_S:g} s of a signal")

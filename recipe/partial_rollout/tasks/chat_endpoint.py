@@ -108,26 +108,26 @@ class ChatEndpoint:
             if key not in _READ and value is not None and (key not in _ONLY or value != _ONLY[key]):
                 why = "an answer comes whole and once, sampled as the agent loop's sampling_params say"
                 raise ChatError(f"{key}={value!r:.60} is not served: {why}")
-        asked = await self._asked(_plain(request.get("messages")), request.get("tools") or None)
-        room = self._loop.rollout_config.response_length - len(asked.response_ids)
+        conversation = await self._conversation(_plain(request.get("messages")), request.get("tools") or None)
+        room = self._loop.rollout_config.response_length - len(conversation.response_ids)
         if room <= 0:
             self._full = True
             raise ChatError("no token is left of data.max_response_length", "context_length_exceeded")
         most = min(room, request.get("max_completion_tokens") or request.get("max_tokens") or room)
-        context, number = asked.prompt_ids + asked.response_ids, next(self._numbers)
+        context, number = conversation.prompt_ids + conversation.response_ids, next(self._numbers)
         params = {**self._sampling_params, "max_tokens": most}
-        if asked.tools and (ends := self._parser().stop_token_ids):
+        if conversation.tools and (ends := self._parser().stop_token_ids):
             params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *ends]
         turn = await self._loop.server_manager.generate(self._name, prompt_ids=context, sampling_params=params)
-        given = None if turn.log_probs is None else asked.log_probs
+        given = None if turn.log_probs is None else conversation.log_probs
         merged, mask, log_probs = await self._loop.ct_merge_assistant_token(
-            context, turn.token_ids, asked.mask, given, turn.log_probs
+            context, turn.token_ids, conversation.mask, given, turn.log_probs
         )
-        message = await self._message(turn.token_ids, asked.tools, number)
+        message = await self._message(turn.token_ids, conversation.tools, number)
         self._said[f"chatcmpl-{number}"] = replace(
-            asked,
-            messages=asked.messages + _plain([message]),
-            response_ids=merged.token_ids[len(asked.prompt_ids) :],
+            conversation,
+            messages=conversation.messages + _plain([message]),
+            response_ids=merged.token_ids[len(conversation.prompt_ids) :],
             mask=mask,
             log_probs=log_probs,
         )
@@ -142,7 +142,7 @@ class ChatEndpoint:
             "usage": {**counts, "total_tokens": sum(counts.values())},
         }
 
-    async def _asked(self, messages: Messages, tools: Any) -> Conversation:
+    async def _conversation(self, messages: Messages, tools: Any) -> Conversation:
         """The conversation that ``messages`` are: one that goes on, or a new one."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ChatError("messages: the last must be a question")

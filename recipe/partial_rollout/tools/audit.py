@@ -223,10 +223,10 @@ class Audit:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
         if self.unlogged or (self.drained and not self.sizes.filters):
             return
-        places = set(map(self._place, filter(self._knows, self.admitted | self._consumed)))
-        skipped = sorted(set(range(max(places, default=0))) - places)
+        indices = set(map(self._index, filter(self._knows, self.admitted | self._consumed)))
+        skipped = sorted(set(range(max(indices, default=0))) - indices)
         self.violations += [
-            f"prompt {self._prompt(place)} was lost: later ones were admitted, it was not" for place in skipped
+            f"prompt {self._prompt(index)} was lost: later ones were admitted, it was not" for index in skipped
         ]
         self.lost += len(skipped)
 
@@ -257,19 +257,19 @@ class Audit:
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
-    def _prompt(self, place: int) -> str:
-        """The prompt at ``place`` of the whole training."""
-        epoch, position = divmod(place, self.sizes.epoch_prompts)
+    def _prompt(self, index: int) -> str:
+        """The prompt at ``index`` of the whole training."""
+        epoch, position = divmod(index, self.sizes.epoch_prompts)
         return f"{epoch}/{position}"
 
-    def _place(self, prompt: str) -> int:
+    def _index(self, prompt: str) -> int:
         """The inverse of ``_prompt``."""
         epoch, position = position_of(prompt)
         return epoch * self.sizes.epoch_prompts + position
 
     def _knows(self, prompt: str) -> bool:
         """Whether the training has it."""
-        return position_of(prompt)[1] < self.sizes.epoch_prompts and self._place(prompt) < self.offered
+        return position_of(prompt)[1] < self.sizes.epoch_prompts and self._index(prompt) < self.offered
 
     # -- figures -----------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPha
 from recipe.partial_rollout.rollout.driver import on_this_node
 from recipe.partial_rollout.rollout.guard import watch_round
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
-from recipe.partial_rollout.rollout.recorder import Recorder, tell_failed
+from recipe.partial_rollout.rollout.recorder import Recorder, report_failed
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training.reward_info import info_columns, objects, on_generated_tokens, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
@@ -143,7 +143,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         output.meta_info["validate"] = True
         spread_infos(output, validate=True)
         errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
-        tell_failed(errors, len(output), self.recorder.settings.failures.max_masked_fraction, validate=True)
+        report_failed(errors, len(output), self.recorder.settings.failures.max_masked_fraction, validate=True)
         metrics, failed = self.recorder.metrics, "failures/validation_samples"
         metrics[failed] = metrics.get(failed, 0) + len(errors)
 

@@ -69,7 +69,7 @@ _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantag
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
-class WeightLevel(StrEnum):
+class WeightGranularity(StrEnum):
     """The likelihood ratio that weights a token; the values of ``rollout_correction.rollout_is``."""
 
     TOKEN = "token"
@@ -84,9 +84,9 @@ SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
 """verl's policy losses with one ratio for a sequence; token-level weights do not fit them"""
 
 
-def weight_level(loss_mode: str) -> WeightLevel:
+def weight_granularity(loss_mode: str) -> WeightGranularity:
     """The behaviour weights that fit verl's policy loss ``loss_mode``."""
-    return WeightLevel.GEOMETRIC if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightLevel.TOKEN
+    return WeightGranularity.GEOMETRIC if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightGranularity.TOKEN
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _weighted(
     if policy.level is not None:
         with weights_alone():
             weights, _ = compute_rollout_correction_weights(
-                log_ratio, padded["response_mask"], rollout_is=policy.level, rollout_is_threshold=policy.threshold
+                log_ratio, padded["response_mask"], rollout_is=policy.granularity, rollout_is_threshold=policy.threshold
             )
     if recomputed:
         return weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
@@ -307,7 +307,7 @@ class ProximalPolicy:
 
     from_update: bool
     """whether the update's forward pass gives them, and the loss makes the weights"""
-    level: str | None
+    granularity: str | None
     """``rollout_correction.rollout_is``; None for no weights"""
     threshold: Any
     """``rollout_correction.rollout_is_threshold``"""
@@ -318,7 +318,7 @@ class ProximalPolicy:
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
         """Derive it from a checked config. noPR's loss is verl's."""
         if not settings.enable:
-            return cls(from_update=False, level=None, threshold=None)
+            return cls(from_update=False, granularity=None, threshold=None)
         correction = config.algorithm.rollout_correction
         return cls(not needs_pass(config), correction.rollout_is, correction.rollout_is_threshold)
 

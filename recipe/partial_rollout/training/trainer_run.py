@@ -195,7 +195,7 @@ class TrainerRun(_VerlsTrainer):
         actor = self.config.actor_rollout_ref.actor
         self.actor_rollout_wg.set_loss_fn(loss.worker_loss(actor, self.settings, self.proximal))
 
-    def play(self, loop: Callable[[], object]) -> None:
+    def run_fit(self, loop: Callable[[], object]) -> None:
         """Run verl's training ``loop``, from the resumed checkpoint if any.
 
         Raises:
@@ -403,8 +403,8 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """Run verl's ``fit`` as ``play`` does."""
-        self.play(super().fit)
+        """Run verl's ``fit`` as ``run_fit`` does."""
+        self.run_fit(super().fit)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()

@@ -35,7 +35,7 @@ from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
-from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, Play
+from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.tool_deadline import timed
 
 _THREADS = 2**20
@@ -75,19 +75,19 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
 
-    def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], place: float = 0.0) -> None:
+    def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], offset: float = 0.0) -> None:
         """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
 
         Args:
-            servers, place: of the replicas and of this worker (``ReplicaChoice``).
+            servers, offset: of the replicas and of this worker (``ReplicaChoice``).
         """
-        self.llm_client.replicas = ReplicaChoice(servers, place)
+        self.llm_client.replicas = ReplicaChoice(servers, offset)
         settings = self.config.partial_rollout
         self._claims = ClaimLoop(
             name,
             manager,
             capacity,
-            self._run_granted,
+            self._run_leased,
             sample_s=settings.failures.sample_timeout_s,
             release_after_s=settings.tools.release_after_s,
         )
@@ -124,10 +124,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         # A worker that replaces another has closed none.
         await (self._reporting or self._claims.reported())
 
-    async def _run_granted(self, sample: LiveSample) -> SampleOutput:
+    async def _run_leased(self, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
-        grant = sample.grant
-        output = await self._trained(sample, {**deepcopy(grant.row), "uid": grant.group_uid})
+        lease = sample.lease
+        output = await self._trained(sample, {**deepcopy(lease.row), "uid": lease.group_uid})
         if self.config.trainer.save_freq > 0:
             # What a checkpoint can hold can be sent, too.
             check_saveable(sample.id, output)
@@ -153,7 +153,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         make = self._maker(row.pop("agent_name", config.agent.default_agent_loop))
         client = SampleClient(self.llm_client, sample, sample.clock)
         with rollout_trace_attr(trace=False):
-            output = await self._play(make, params, row, client, self._timed_tools(sample.clock))
+            output = await self._run_loop(make, params, row, client, self._timed_tools(sample.clock))
         sample.ended = True
         given = (output.multi_modal_data or {}).items()
         if shown := [kind for kind, data in given if data is not None and (not isinstance(data, list) or data)]:
@@ -162,21 +162,21 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 f"partial rollout trains text only; set partial_rollout.enable=False"
             )
         with sample.clock.stopped():
-            await self._score(output, row, rescored=self._claims.outbox.note_rescored)
+            await self._score(output, row, on_rescore=self._claims.outbox.record_rescored)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
         return sample_output(sample, output, self.vocabulary)
 
-    async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
+    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
         """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
-        return await clock.run(play(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
+        return await clock.run(run_loop(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
 
     def _timed_tools(self, clock: SampleClock) -> list[Any]:
         """Return the tools for the agent loop that ``clock`` is of."""
         timeout_s = self.config.partial_rollout.failures.tool_timeout_s
-        return timed(self.tools, clock, timeout_s, self._claims.outbox.note_error)
+        return timed(self.tools, clock, timeout_s, self._claims.outbox.record_error)
 
 
 # -- tokens and the calls that made them --------------------------------------------------------------------------------

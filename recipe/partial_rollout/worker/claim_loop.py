@@ -4,7 +4,7 @@ Its control flow::
 
     claim (long poll) ----> start or resume samples ----> finished / interrupted ----> report
           ^                  (they wait for the round)                                   |
-          +------------------- grants for the slots that came free ----------------------+
+          +------------------- leases for the slots that came free ----------------------+
 
 A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
 the next event: an interruption, or the end of the sample. A sample that makes no engine call for ``release_after_s``, in a
@@ -25,17 +25,17 @@ from recipe.partial_rollout.manager.types import (
     Event,
     Failed,
     Finished,
-    Grant,
     Interrupted,
+    Lease,
     Parked,
     Report,
     SampleOutput,
 )
-from recipe.partial_rollout.waits import InfraError, ToldError, is_cancelled, result_of, wait
+from recipe.partial_rollout.waits import ErrorText, InfraError, is_cancelled, result_of, wait
 from recipe.partial_rollout.worker.live_sample import LiveSample
 from recipe.partial_rollout.worker.rewards import RewardError
 
-GRANT_S = 7200.0
+LEASE_S = 7200.0
 """seconds that a sample may wait for its slot in an open round: longer than any step, so that it ends a run only if the
 trainer hangs"""
 _BEGIN_S = 0.02
@@ -50,12 +50,12 @@ class Outbox:
     Args:
         worker: name in the reports.
         manager: handle of the manager actor.
-        granted: called with the grants in the answer to each report.
+        on_leases: called with the leases in the answer to each report.
     """
 
-    def __init__(self, worker: str, manager: Any, granted: Callable[[list[Grant]], None]) -> None:
+    def __init__(self, worker: str, manager: Any, on_leases: Callable[[list[Lease]], None]) -> None:
         self._manager = manager
-        self._granted = granted
+        self._on_leases = on_leases
         self.unsent = Report(worker)
         """what happened since the last report"""
         self._known = asyncio.Event()
@@ -73,7 +73,7 @@ class Outbox:
             report, self.unsent = self.unsent, Report(self.unsent.worker)
             known, self._known = self._known, asyncio.Event()
             if report:
-                self._granted(await self._manager.report.remote(report))
+                self._on_leases(await self._manager.report.remote(report))
             known.set()
 
     async def sent(self) -> None:
@@ -93,18 +93,18 @@ class Outbox:
         self.unsent.events += events
         self._sends.set()
 
-    def note_error(self, error: BaseException) -> ToldError:
+    def record_error(self, error: BaseException) -> ErrorText:
         """Add ``error`` to the next report if it is the first of its kind; returns it as text."""
-        told = ToldError.of(error)
-        if told.kind not in self._reported:
-            self._reported.add(told.kind)
-            self.unsent.errors.append(told)
-        return told
+        text = ErrorText.from_error(error)
+        if text.kind not in self._reported:
+            self._reported.add(text.kind)
+            self.unsent.errors.append(text)
+        return text
 
-    def note_rescored(self, error: RewardError) -> None:
+    def record_rescored(self, error: RewardError) -> None:
         """Count a reward that failed and is asked for again, and add ``error`` to the next report."""
         self.unsent.rescored += 1
-        self.note_error(error)
+        self.record_error(error)
 
 
 class ClaimLoop:
@@ -113,7 +113,7 @@ class ClaimLoop:
     Args:
         name: this worker's name at the manager.
         manager: handle of the manager actor.
-        capacity: most samples that may hold a slot here at once; each grant brings the present number along.
+        capacity: most samples that may hold a slot here at once; each lease brings the present number along.
         run: runs the agent loop of a granted sample to its end.
         sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
@@ -143,7 +143,7 @@ class ClaimLoop:
         """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
         self._ended = asyncio.Event()
         """set whenever a request ends"""
-        self.outbox = Outbox(name, manager, granted=self.run)
+        self.outbox = Outbox(name, manager, on_leases=self.run)
 
     async def serve(self) -> None:
         """Claim and run samples for as long as the training lasts; ends only with an error.
@@ -170,37 +170,37 @@ class ClaimLoop:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def run(self, grants: list[Grant]) -> None:
+    def run(self, leases: list[Lease]) -> None:
         """Let each granted sample continue, or start it if it is new here.
 
         Raises:
             RuntimeError: the manager and this worker disagree on whether the sample is live here.
         """
-        for grant in grants:
-            self.capacity = grant.slots or self.capacity
-            sample = self.samples.get(grant.sample_id)
-            if grant.held != (sample is not None):
+        for lease in leases:
+            self.capacity = lease.slots or self.capacity
+            sample = self.samples.get(lease.sample_id)
+            if lease.resident != (sample is not None):
                 raise RuntimeError(
-                    f"sample {grant.sample_id}: the manager granted it as {'held by' if grant.held else 'new to'} "
-                    f"{self.name}, which {'has no' if grant.held else 'still has its'} conversation"
+                    f"sample {lease.sample_id}: the manager granted it as {'held by' if lease.resident else 'new to'} "
+                    f"{self.name}, which {'has no' if lease.resident else 'still has its'} conversation"
                 )
             if sample is None:
-                sample = self.samples[grant.sample_id] = LiveSample(grant, self, self._sample_s)
+                sample = self.samples[lease.sample_id] = LiveSample(lease, self, self._sample_s)
                 sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
-            sample.asked = False
-            sample.granted.set()
+            sample.slot_requested = False
+            sample.leased.set()
             # Of hundreds that begin at once each waits for the others.
-            self._arm_release_timer(sample, _BEGIN_S * len(grants))
+            self._arm_release_timer(sample, _BEGIN_S * len(leases))
 
     async def _run_sample(self, sample: LiveSample) -> None:
         try:
             event = await self._outcome(sample)
-            if sample.asked:
+            if sample.slot_requested:
                 # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
-                async with self._grant_in_time(sample):
-                    await sample.granted.wait()
+                async with self._lease_in_time(sample):
+                    await sample.leased.wait()
         except InfraError as error:
-            self.outbox.unsent.fatal = self.outbox.note_error(error).line
+            self.outbox.unsent.fatal = self.outbox.record_error(error).line
             self.outbox.report(sample)
         else:
             self.outbox.report(sample, event)
@@ -222,7 +222,7 @@ class ClaimLoop:
             if is_cancelled():
                 raise
             times = error.times if isinstance(error, RewardError) else 1
-            return Failed(sample.id, self.outbox.note_error(error).line, times)
+            return Failed(sample.id, self.outbox.record_error(error).line, times)
         finally:
             # Silences the calls that the agent loop has left behind.
             sample.ended = True
@@ -244,10 +244,10 @@ class ClaimLoop:
         """
         _require_listener(sample)
         sample.calling += 1
-        if not sample.asked and not sample.granted.is_set():
+        if not sample.slot_requested and not sample.leased.is_set():
             self._ask_for_slot(sample)
         try:
-            async with self._grant_in_time(sample):
+            async with self._lease_in_time(sample):
                 while (obstacle := self._obstacle(sample)) is not None:
                     await obstacle.wait()
             _require_listener(sample)
@@ -263,32 +263,30 @@ class ClaimLoop:
 
     def _obstacle(self, sample: LiveSample) -> asyncio.Event | None:
         """Event that a call of ``sample`` has to wait for before it looks again; None: it may run."""
-        if not sample.granted.is_set():
-            return sample.granted
+        if not sample.leased.is_set():
+            return sample.leased
         if not self.open.is_set():
             return self.open
-        if self._running < self.capacity or self._running < sum(
-            each.granted.is_set() for each in self.samples.values()
-        ):
+        if self._running < self.capacity or self._running < sum(each.leased.is_set() for each in self.samples.values()):
             return None
         self._ended.clear()
         return self._ended
 
     @contextlib.asynccontextmanager
-    async def _grant_in_time(self, sample: LiveSample) -> AsyncIterator[None]:
+    async def _lease_in_time(self, sample: LiveSample) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(GRANT_S):
+            async with asyncio.timeout(LEASE_S):
                 yield
         except TimeoutError as error:
             raise InfraError(
-                f"sample {sample.id} was not granted a slot in an open round within {GRANT_S:g} s; "
+                f"sample {sample.id} was not granted a slot in an open round within {LEASE_S:g} s; "
                 "is the trainer still stepping?"
             ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
         # Otherwise a call beside this one has asked; the tokens of this one go out with the next report.
-        if sample.granted.is_set() and not sample.ended:
+        if sample.leased.is_set() and not sample.ended:
             self._ask_for_slot(sample)
 
     def _arm_release_timer(self, sample: LiveSample, begin_s: float = 0.0) -> None:
@@ -306,15 +304,15 @@ class ClaimLoop:
             sample.release_timer = asyncio.get_running_loop().call_later(seconds, self._park, sample)
 
     def _ask_for_slot(self, sample: LiveSample) -> None:
-        """Have the manager grant a slot again."""
-        sample.asked = True
-        sample.granted.clear()
+        """Have the manager lease a slot again."""
+        sample.slot_requested = True
+        sample.leased.clear()
         self.outbox.report(sample, Interrupted(sample.id))
 
     def _park(self, sample: LiveSample) -> None:
         """Give the slot to another sample: this one has made no engine call for a while, whatever it awaits."""
-        if not sample.calling and sample.granted.is_set():
-            sample.granted.clear()
+        if not sample.calling and sample.leased.is_set():
+            sample.leased.clear()
             self.outbox.report(sample, Parked(sample.id))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from recipe.partial_rollout.manager.types import Grant, Segment
+from recipe.partial_rollout.manager.types import Lease, Segment
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ReplicaAffinity:
     """The replica that serves the calls of an agent loop."""
 
     replica: str | None = None
@@ -124,7 +124,7 @@ class Place:
 class Request:
     """A call to a replica."""
 
-    place: Place
+    affinity: ReplicaAffinity
     """of its agent loop"""
     sample: LiveSample | None = None
     """None: it is no training sample's"""
@@ -145,7 +145,7 @@ class Turn:
     """tokens of its prompt"""
     context: bytes
     """digest of its prompt (``context_hash``)"""
-    asked: str
+    request_digest: str
     """``digest_of`` prompt and sampling parameters"""
     segments: list[Segment]
     unlike: str = ""
@@ -176,7 +176,7 @@ class Turn:
         return np.concatenate(parts or [np.empty(0, np.int32)])
 
 
-class Keeper(Protocol):
+class SlotProvider(Protocol):
     """Grants the slots of a sample; in a worker it is the ``ClaimLoop``."""
 
     def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
@@ -192,18 +192,18 @@ class Keeper(Protocol):
 class LiveSample:
     """A training sample in its worker."""
 
-    grant: Grant
+    lease: Lease
     """with which it came here"""
-    keeper: Keeper
+    slot_provider: SlotProvider
     deadline_s: InitVar[float | None] = None
     """deadline of ``clock``"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run concurrently"""
     calls: int = 0
     """requests to replicas"""
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    leased: asyncio.Event = field(default_factory=asyncio.Event)
     """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next four"""
-    asked: bool = False
+    slot_requested: bool = False
     """whether it has asked for a slot that is not granted yet; a sample that neither has nor asked for one is away"""
     calling: int = 0
     """engine calls that run or wait for the slot, which they share"""
@@ -213,7 +213,7 @@ class LiveSample:
     """runs its agent loop; asyncio itself keeps no task alive"""
     ended: bool = False
     """whether its agent loop has ended; nothing that it left behind is reported"""
-    place: Place = field(default_factory=Place)
+    affinity: ReplicaAffinity = field(default_factory=ReplicaAffinity)
     clock: SampleClock = field(init=False)
     """seconds that its agent loop spends between engine calls"""
     unsent: list[Segment] = field(default_factory=list)
@@ -223,11 +223,11 @@ class LiveSample:
 
     def __post_init__(self, deadline_s: float | None) -> None:
         self.clock = SampleClock(f"sample {self.id}", deadline_s)
-        self._known = list(self.grant.segments)
+        self._known = list(self.lease.segments)
 
     @property
     def id(self) -> str:
-        return self.grant.sample_id
+        return self.lease.sample_id
 
     @property
     def segments(self) -> list[Segment]:
@@ -236,7 +236,7 @@ class LiveSample:
 
     @property
     def decoded(self) -> int:
-        """Tokens that engines made for it, those of its grant included."""
+        """Tokens that engines made for it, those of its lease included."""
         return sum(map(len, [*self.segments, *self._known]))
 
     @property
@@ -245,15 +245,15 @@ class LiveSample:
         first = min((segment.version for segment in self.segments), default=-1)
         return first if first >= 0 else None
 
-    def start_turn(self, start: int, context: bytes = b"", asked: str = "", unlike: str = "") -> Turn:
+    def start_turn(self, start: int, context: bytes = b"", request_digest: str = "", unlike: str = "") -> Turn:
         """Begin a turn after ``start`` tokens.
 
         The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
         under another context for any other call.
         """
         # Number 0 is kept for the turn whose tokens are known.
-        turn = Turn(len(self.turns) + bool(self._known), start, context, asked, [], unlike)
-        if self._known and self._known[0].asked == asked:
+        turn = Turn(len(self.turns) + bool(self._known), start, context, request_digest, [], unlike)
+        if self._known and self._known[0].request_digest == request_digest:
             turn.number, turn.segments, self._known = 0, self._known, []
         self.turns.append(turn)
         return turn
@@ -262,7 +262,7 @@ class LiveSample:
         """Add tokens of ``turn`` that the engine has just made; none, if it was aborted before the first."""
         if self.ended or (not len(segment) and segment.stop_reason is None):
             return
-        segment = replace(segment, turn=turn.number, asked=turn.asked)
+        segment = replace(segment, turn=turn.number, request_digest=turn.request_digest)
         turn.segments.append(segment)
         self.unsent.append(segment)
 

@@ -37,7 +37,7 @@ from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.live_sample import (
     LiveSample,
     OneOfASample,
-    Place,
+    ReplicaAffinity,
     Request,
     SampleClock,
     Turn,
@@ -88,16 +88,16 @@ class SampleClient(OneOfASample):
         self._client = client
         self._sample = sample
         self._clock = clock
-        self._place = Place()
+        self._affinity = ReplicaAffinity()
         """in validation"""
 
     @at_home
-    async def generate(self, request_id: str, **asked: Any) -> TokenOutput:
+    async def generate(self, request_id: str, **options: Any) -> TokenOutput:
         """Generate a turn of the loop."""
         with self._clock.stopped():
             if self._sample is not None:
-                return await self._client.generate_turn(self._sample, **asked)
-            return await self._client.generate(request_id, request=Request(self._place), **asked)
+                return await self._client.generate_turn(self._sample, **options)
+            return await self._client.generate(request_id, request=Request(self._affinity), **options)
 
     @property
     def sample_id(self) -> str | None:
@@ -111,20 +111,20 @@ class SampleClient(OneOfASample):
 class ReplicaChoice:
     """Counts running samples by replica.
 
-    A sample that has blocks cached at a replica (``Place``) goes back to it, unless it resumes after an
+    A sample that has blocks cached at a replica (``ReplicaAffinity``) goes back to it, unless it resumes after an
     interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
     with the fewest running samples; of equals, to the one that no sample has gone to for longest.
 
     Args:
         servers: address to server handle.
-        place: position of this worker among all, from 0 to 1. Workers begin at different replicas, because each has too
+        offset: position of this worker among all, from 0 to 1. Workers begin at different replicas, because each has too
             few samples to reach all of many replicas, and together they should.
     """
 
-    def __init__(self, servers: dict[str, Any], place: float = 0.0) -> None:
+    def __init__(self, servers: dict[str, Any], offset: float = 0.0) -> None:
         self.servers = servers
         addresses = list(servers)
-        first = int(place * len(addresses))
+        first = int(offset * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
         """running samples by address; the one that was taken last comes last"""
 
@@ -134,13 +134,13 @@ class ReplicaChoice:
         living = {address: count for address, count in self._running.items() if address in servers}
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
-    def take(self, place: Place) -> tuple[str, Any]:
-        """Return address and handle for the next call at ``place``, which counts as running there until ``release``."""
+    def take(self, affinity: ReplicaAffinity) -> tuple[str, Any]:
+        """Choose a replica for the next call, which counts as running there until ``release``; return address, handle."""
         fewest = min(self._running, key=self._running.__getitem__)
-        own = place.replica if place.replica in self._running else fewest
-        if place.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
+        own = affinity.replica if affinity.replica in self._running else fewest
+        if affinity.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
             own = fewest
-        place.replica, place.resumes = own, False
+        affinity.replica, affinity.resumes = own, False
         self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
 
@@ -174,11 +174,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         sample = REQUEST.get().sample
         if sample is None:
             return super()._vllm_request_id(request_id)
-        return request_id_of(sample.grant.group_uid, sample.first_version)
+        return request_id_of(sample.lease.group_uid, sample.first_version)
 
     async def _acquire_server(self, request_id: str, **extra: Any):
         request = REQUEST.get()
-        request.address, server = self.replicas.take(request.place)
+        request.address, server = self.replicas.take(request.affinity)
         return request.address, server
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
@@ -229,21 +229,21 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """
         last, stops = None, None
         if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
-            kwargs["priority"] = sample.grant.order
+            kwargs["priority"] = sample.lease.order
         budget = self._budget(prompt_ids, params)
         params = {key: value for key, value in params.items() if key != "max_new_tokens"}
         if params.get("stop"):
             stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
         while not turn.complete:
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
-            asked = time.time()
-            async with sample.keeper.engine_call(sample):
+            began = time.time()
+            async with sample.slot_provider.engine_call(sample):
                 sample.calls += 1
                 request = Request(
-                    sample.place,
+                    sample.affinity,
                     sample,
                     resumed_tokens=len(prompt_ids) + len(done) if turn.segments else known,
-                    waited_s=time.time() - asked,
+                    waited_s=time.time() - began,
                 )
                 try:
                     last = await self.generate(
@@ -262,11 +262,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
                 if not turn.complete:
-                    sample.place.resumes = True
+                    sample.affinity.resumes = True
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
-                        sample.place.replica = None
-                    sample.keeper.release_slot(sample)
+                        sample.affinity.replica = None
+                    sample.slot_provider.release_slot(sample)
         return last
 
     def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
@@ -336,8 +336,8 @@ def unlike_training(params: dict[str, Any], temperature: float) -> str:
     >>> unlike_training({"temperature": 1.0, "top_p": 0.7, "top_k": -1}, 1.0), unlike_training({"top_p": 1.0}, 1.0)
     ('top_p=0.7', '')
     """
-    if (asked := params.get("temperature", 1.0)) != temperature:
-        return f"temperature={asked}"
+    if (own := params.get("temperature", 1.0)) != temperature:
+        return f"temperature={own}"
     asks = {key: value for key, value in params.items() if key in WHOLE and value is not None}
     return next((f"{key}={value}" for key, value in asks.items() if value not in WHOLE[key]), "")
 

@@ -46,8 +46,8 @@ from recipe.partial_rollout.manager.policies import (
     verdict_on,
 )
 from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.waits import InfraError, ToldError, answer_of, is_cancelled, means_death, one_line
-from recipe.partial_rollout.worker.live_sample import Place, Request
+from recipe.partial_rollout.waits import ErrorText, InfraError, answer_of, is_cancelled, means_death, one_line
+from recipe.partial_rollout.worker.live_sample import ReplicaAffinity, Request
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -55,7 +55,7 @@ from recipe.partial_rollout.worker.rewards import (
     checked,
     renamed,
     reward_of,
-    reward_places,
+    reward_permits,
 )
 
 ABORTED = ("aborted", "abort")
@@ -64,7 +64,7 @@ _ID_DIGITS = 12
 REQUEST: ContextVar[Request] = ContextVar("request")
 """the request that verl's ``generate`` makes at this moment; it notes where it goes"""
 T = TypeVar("T")
-Play = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
+AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
 """a run of an agent loop whose parameters and row are given: takes the client and the tools"""
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ObservedLLMClient(LLMServerClient):
         if not params.get("stop"):
             # Tokens in, tokens out: no one reads the text that the server would otherwise decode token by token.
             kwargs["sampling_params"] = {"detokenize": False, **params}
-        request, start = request or Request(Place()), time.time()
+        request, start = request or Request(ReplicaAffinity()), time.time()
         token, verls = REQUEST.set(request), super().generate
         try:
             # A call that is made again goes to vLLM under an id of its own.
@@ -159,7 +159,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [SimpleNamespace(compute_score=local)]  # type: ignore[assignment]
         elif self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
-        most = reward_places(self.config)
+        most = reward_permits(self.config)
         self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         algorithm = self.config.algorithm
         self._parts = (algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
@@ -184,7 +184,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Do as verl's, but try again what fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
-        play = partial(self._play, self._maker(agent_name), sampling_params, kwargs)
+        run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs)
         with rollout_trace_attr(
             step=trajectory["step"],
             sample_index=trajectory["sample_index"],
@@ -193,7 +193,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            output = await self._scored(play, trajectory, kwargs)
+            output = await self._scored(run_loop, trajectory, kwargs)
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
         )
 
-    async def _play(
+    async def _run_loop(
         self, make: Callable[..., Any], params: dict[str, Any], row: dict[str, Any], client: Any, tools: list[Any]
     ) -> AgentLoopOutput:
         """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``."""
@@ -225,25 +225,27 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             raise TypeError(f"the agent loop returned {what}: return the AgentLoopOutput that is trained")
         return output
 
-    async def _attempt(self, play: Play, trajectory: dict[str, Any]) -> AgentLoopOutput:
+    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
         """Run the agent loop once."""
-        return await play(self.llm_client, self.tools)
+        return await run_loop(self.llm_client, self.tools)
 
-    async def _scored(self, play: Play, trajectory: dict[str, Any], row: dict[str, Any]) -> AgentLoopOutput:
+    async def _scored(
+        self, run_loop: AgentLoopCall, trajectory: dict[str, Any], row: dict[str, Any]
+    ) -> AgentLoopOutput:
         """Run the agent loop and score its output; each is tried again if it fails.
 
         Returns an empty output for a validation's sample that fails for good; noPR's training ends with the error.
         """
         validate = trajectory["validate"]
         try:
-            output = await self._retried(lambda: self._attempt(play, trajectory))
+            output = await self._retried(lambda: self._attempt(run_loop, trajectory))
             await self._score(output, row, validate=validate)
             return output
         except (Exception, asyncio.CancelledError) as error:
             masks = validate and self.config.partial_rollout.failures.sample_retries is not None
             if not masks or isinstance(error, InfraError) or is_cancelled():
                 raise
-            told = ToldError.of(error)
+            text = ErrorText.from_error(error)
         return AgentLoopOutput(
             prompt_ids=[0],
             response_ids=[0],
@@ -252,16 +254,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             # No mean of a validation counts it (``training/reward_info.py``). A colocated model scores later.
             reward_score=None if self.reward_loop_worker_handles is None else math.nan,
             metrics=AgentLoopMetrics(),
-            extra_fields={REWARD_INFO: {"sample_error": f"{told.line} ({told.place})"}},
+            extra_fields={REWARD_INFO: {"sample_error": f"{text.line} ({text.where})"}},
         )
 
     async def _retried(
-        self, attempt: Callable[[], Awaitable[T]], noted: Callable[[Any], None] = lambda error: None
+        self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[Any], None] = lambda error: None
     ) -> T:
         """Return the result of ``attempt``, which is made again where it fails, as often as a sample is retried.
 
         Args:
-            noted: gets each error after which it is made again.
+            on_retry: gets each error after which it is made again.
         """
         for times in itertools.count(1):
             try:
@@ -273,7 +275,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 if not again or isinstance(error, InfraError) or is_cancelled():
                     raise
                 logger.warning("%s; it is tried again", one_line(error))
-                noted(error)
+                on_retry(error)
             await asyncio.sleep(retry_delay_s(times))
         raise AssertionError("an attempt returns or raises")
 
@@ -283,12 +285,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         row: dict[str, Any],
         *,
         validate: bool = False,
-        rescored: Callable[[RewardError], None] = lambda error: None,
+        on_rescore: Callable[[RewardError], None] = lambda error: None,
     ) -> None:
         """Score ``output``, unless its agent loop has. Where that fails it is scored again, without its agent loop.
 
         Args:
-            rescored: gets each error after which it is scored again.
+            on_rescore: gets each error after which it is scored again.
 
         Raises:
             ValueError: it does not fit a batch.
@@ -305,7 +307,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if output.reward_score is not None:
             self._check_score(output, row, validate)
         else:
-            await self._retried(lambda: self._ask_for_score(output, row, validate), rescored)
+            await self._retried(lambda: self._ask_for_score(output, row, validate), on_rescore)
 
     async def _ask_for_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
         output.reward_score = None

@@ -32,7 +32,7 @@ _TRAINERS = {
 """column names of verl's trainer: its update asserts that no other column of a batch has one of them"""
 
 
-def reward_places(config: Any) -> int | None:
+def reward_permits(config: Any) -> int | None:
     """Return how many reward calls each agent-loop worker may make at once under the whole ``config``; None: any number.
 
     Workers share the cores of all nodes: verl spreads its reward workers over them, and each call goes to any of them.

@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 def timed(
-    tools: list[Any], clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
+    tools: list[Any], clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
 ) -> list[Any]:
     """Return ``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
 
     Args:
         clock: of the agent loop; it ends when a call is late.
         timeout_s: of a call; None: no limit.
-        note_error: gets what a tool raises, which verl's tool loop shows to the model alone.
+        record_error: gets what a tool raises, which verl's tool loop shows to the model alone.
     """
-    return [_timed(tool, TimedTool(tool, clock, timeout_s, note_error)) for tool in tools]
+    return [_timed(tool, TimedTool(tool, clock, timeout_s, record_error)) for tool in tools]
 
 
 def _timed(tool: Any, bounded: TimedTool) -> Any:
@@ -50,13 +50,13 @@ class TimedTool(OneOfASample):
     """A tool each call of whose life cycle has a deadline (see ``timed``); everything else is the tool's own."""
 
     def __init__(
-        self, tool: Any, clock: SampleClock, timeout_s: float | None, note_error: Callable[[Exception], Any]
+        self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
     ) -> None:
         super().__init__()
         self._tool = tool
         self._clock = clock
         self._timeout_s = timeout_s
-        self._note_error = note_error
+        self._record_error = record_error
 
     @at_home
     async def within(self, call: Awaitable[T]) -> T:
@@ -72,7 +72,7 @@ class TimedTool(OneOfASample):
                 return await call
         except Exception as error:
             if not limit.expired():
-                self._note_error(error)
+                self._record_error(error)
                 raise
             late = TimeoutError(
                 f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe.partial_rollout.manager.admission import in_time
+from recipe.partial_rollout.manager.admission import rest_can_be_trained
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 
 
@@ -128,7 +128,7 @@ def _round(
     moments, owner, index = np.array(at), np.array(owners), np.array(indices)
     for steps in sorted({int(moment) for moment in np.sort(moments)[size - 1 :]}):
         chosen = np.flatnonzero(moments <= steps)[:size]
-        if in_time(births, [groups[place].birth for place in owner[chosen]], version, max_staleness):
+        if rest_can_be_trained(births, [groups[place].birth for place in owner[chosen]], version, max_staleness):
             break
     batch: dict[int, list[int]] = {}
     for place, i in zip(owner[chosen].tolist(), index[chosen].tolist(), strict=True):

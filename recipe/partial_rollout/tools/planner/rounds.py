@@ -108,7 +108,7 @@ class Simulation:
         count = int(min(self._manager.wanted, self._groups - first))
         self.dispatched += [self._lengths.groups[at] for at in itertools.islice(self._order, count)]
         prompts = [Prompt(f"0/{at}", {"lengths": self.dispatched[at]}) for at in range(first, first + count)]
-        self._manager.reserve.offer(prompts, 0 if len(self.dispatched) == self._groups else math.inf)
+        self._manager.backlog.enqueue(prompts, 0 if len(self.dispatched) == self._groups else math.inf)
         self._manager.begin_version(self._version)
         self._claim()
 
@@ -125,13 +125,13 @@ class Simulation:
 
     def _claim(self) -> None:
         """Start what is granted, each sample at the replica that has the fewest."""
-        for grant in self._manager.claim(_WORKER):
-            if grant.sample_id not in self._live:
-                length = int(grant.row["lengths"][int(grant.sample_id.partition("#")[2])])
-                self._live[grant.sample_id] = Decoding(grant.sample_id, self._lengths.prompt_tokens, length)
+        for lease in self._manager.claim(_WORKER):
+            if lease.sample_id not in self._live:
+                length = int(lease.row["lengths"][int(lease.sample_id.partition("#")[2])])
+                self._live[lease.sample_id] = Decoding(lease.sample_id, self._lengths.prompt_tokens, length)
             replica = min(self._replicas, key=len)
             replica.advance(self._now)
-            replica.add(self._live[grant.sample_id], reads=not (grant.held and self._cluster.keeps_kv))
+            replica.add(self._live[lease.sample_id], reads=not (lease.resident and self._cluster.keeps_kv))
 
     def _interrupt_all(self) -> None:
         for replica in self._replicas:

@@ -69,12 +69,12 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         """Send no weights yet: the run's parts are not connected."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Run verl's ``fit`` as ``play`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
+        """Run verl's ``fit`` as ``run_fit`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
         self.async_rollout_manager = agent_loop_manager
         self._connect(agent_loop_manager)
         samples = self.config.actor_rollout_ref.rollout.n
         self.replay_buffer = RoundBuffer(agent_loop_manager, self.train_dataloader, samples)
-        self.play(self._loop)
+        self.run_fit(self._loop)
 
     def _loop(self) -> None:
         self._load_data()
