@@ -30,8 +30,6 @@ case ${PLACEMENT:-colocated} in
 esac
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
-# The terminal shows the recipe's lines; libraries say only what goes wrong.
-export PYTHONWARNINGS=ignore HF_DATASETS_DISABLE_PROGRESS_BARS=1 TRANSFORMERS_VERBOSITY=error VLLM_LOGGING_LEVEL=ERROR
 
 out=${OUT:-outputs/quickstart} task=${TASK:-clock10}
 # With the trust region and a decay no run has fallen (docs/learning.md). The other tasks were measured without; Megatron's has another key.

@@ -15,14 +15,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
 from recipe.partial_rollout.config.keys import ConfigError, fail
@@ -34,6 +33,7 @@ from recipe.partial_rollout.config.settings import (
     register_configs,
 )
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.terminal import OUTPUT, keep_output, libraries_apart, say
 from recipe.partial_rollout.waits import ERROR_LOG, one_line
 from verl_ext.guard import enter_recipe
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _HERE = "recipe.partial_rollout"
 CHECK = "--check"
+_CONSOLE = "console"
+"""verl's logger that prints to the terminal: whoever asks for it gets the libraries' output there, too"""
 _KV_HEADROOM = 0.05
 """share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
@@ -89,7 +91,9 @@ def run(config: DictConfig) -> None:
         ConfigError: before Ray starts, in one line.
     """
     with ExitStack() as held:
-        begin(config, held).train()
+        runner = begin(config, held)
+        keep_output(runner.files.directory / OUTPUT)
+        runner.train()
 
 
 def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
@@ -103,14 +107,14 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     # verl's engine, which they import, is not there where vLLM does not fit.
     from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
-    from recipe.partial_rollout.training.trackers import set_variable
+    from recipe.partial_rollout.training.trackers import LOG_DIR, set_variable
 
     if found.checkpoints is None:
         words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
     apply_overrides(config)
     files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
-    set_variable("SWANLAB_LOG_DIR", str(files.directory.parent / "swanlog"))
+    set_variable(LOG_DIR, str(files.directory.parent / "swanlog"))
     show_warnings()
     if files.trains:
         held.enter_context(locked(files.directory))
@@ -122,7 +126,7 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
 
 class _AboveProgressBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
+        say(self.format(record))
 
 
 def spare_caches() -> None:
@@ -139,7 +143,7 @@ def spare_caches() -> None:
     if not refused:
         return
     spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
-    print(f"{refused[0]} cannot be written: what this run caches is in {spare}", file=sys.stderr)
+    say(f"{refused[0]} cannot be written: what this run caches is in {spare}", error=True)
     if hub in refused:
         # Tables made of data files, and code that models bring.
         for part in ("datasets", "modules"):
@@ -224,7 +228,8 @@ def _main() -> None:
 def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> None:
     """``act``, which is ``check`` or ``run``; what it raises ends the process."""
     try:
-        act(config)
+        with nullcontext() if _CONSOLE in (OmegaConf.select(config, "trainer.logger") or ()) else libraries_apart():
+            act(config)
     except ConfigError as error:
         refuse(error)
     except StopTraining as stop:
@@ -243,7 +248,9 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
         except OSError:
             # A full disk may be what ended the training.
             print(text, file=sys.stderr)
-        print(f"training failed: {one_line(error)}\n(traceback: {log})", file=sys.stderr)
+        output = log.with_name(OUTPUT)
+        printed = f"; what libraries printed: {output}" if output.exists() else ""
+        print(f"training failed: {one_line(error)}\n(traceback: {log}{printed})", file=sys.stderr)
         sys.exit(1)
 
 

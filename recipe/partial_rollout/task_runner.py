@@ -19,6 +19,7 @@ from recipe.partial_rollout.preflight.inputs import check_cluster, ray_options
 from recipe.partial_rollout.records.run_log import NAME as LOG
 from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
 
 
@@ -54,7 +55,7 @@ class TaskRunner(BaseTaskRunner):
         over = files.trains and files.completed_step >= self.checked.last_step
         # A run that was killed after its last checkpoint starts once more, to note in its log that it is complete.
         if over and (not log.exists() or b'"complete":true' in log.read_bytes()[-200:]):
-            print(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
+            say(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
             return
         try:
             with StopSignals.of_process().behind():

@@ -31,7 +31,7 @@ def run(config):
     Runner(config).train()
 
 main_ppo.run = run
-sys.argv[1:] = ["--config-name", "quickstart_cpu"]
+sys.argv[1:] = ["--config-name", "quickstart_cpu", "trainer.logger=[console,file]"]
 main_ppo.main()
 """
 

@@ -1,8 +1,9 @@
-"""What a terminal shows while a run goes on: a line about the round, which never disturbs it, and the recipe's warnings."""
+"""What a terminal shows of a run: the recipe's lines and warnings, and one about the round; libraries print elsewhere."""
 
 import asyncio
 import io
 import logging
+import subprocess
 import sys
 import time
 from math import inf, nan
@@ -59,7 +60,7 @@ async def standing(decoded):
 async def test_a_log_gets_a_line_every_so_often_while_the_round_goes_on(monkeypatch, asked, says):
     lines = []
     monkeypatch.setattr(guard, "_LOG_S", 0.02)
-    monkeypatch.setattr(guard.tqdm, "write", lines.append)
+    monkeypatch.setattr(guard, "say", lines.append)
     assert await beside(monkeypatch, 0.15, *asked) == "batch" and 2 <= len(lines) <= 7
     assert all(line.startswith(says[0]) and says[-1] in line for line in lines)
 
@@ -74,6 +75,39 @@ async def test_a_terminal_has_one_line_that_is_taken_away(monkeypatch, capsys):
     assert printed.out == "" and "step 5 | running 3 | " in printed.err
     assert printed.err.count("\n") == printed.err.count("\x1b[A"), "each step down is taken back: one line in place"
     assert set(guard.tqdm._instances) <= before
+
+
+LIBRARIES = """
+import os, subprocess, sys
+from pathlib import Path
+from tqdm import tqdm
+from recipe.partial_rollout.terminal import bars, keep_output, libraries_apart, say
+
+with libraries_apart():
+    print("python, before the run has a directory")
+    keep_output(Path(sys.argv[1]))
+    os.write(2, b"C\\n")
+    subprocess.run(["echo", "a child"], check=True)
+    with tqdm(total=2, file=bars(), disable=False) as bar:
+        bar.update()
+        say("a step \\ud800")
+    say("a warning", error=True)
+    print("a traceback", file=sys.stderr)
+print("the end")
+"""
+
+
+def test_libraries_print_to_a_file_and_the_recipe_to_the_terminal(tmp_path):
+    file = tmp_path / "output.log"
+    file.write_text("of the start before\n")
+    run = subprocess.run([sys.executable, "-c", LIBRARIES, str(file)], capture_output=True, text=True, check=True)
+    first, *lines = run.stdout.splitlines()
+    assert str(file) in first and lines == ["a step \\ud800", "the end"]
+    assert "1/2" in run.stderr and run.stderr.splitlines()[-1] == "a warning"
+    printed = {"python, before the run has a directory", "C", "a child", "a traceback"}
+    assert (
+        file.read_text().splitlines()[0] == "of the start before" and set(file.read_text().splitlines()[1:]) == printed
+    )
 
 
 def test_recipes_warnings_reach_the_terminal_although_a_library_has_muted_the_root_logger(monkeypatch, capsys):
@@ -96,7 +130,7 @@ def log_of(monkeypatch, tmp_path):
 
     def build(*, total=20, enable=True, metric="acc"):
         printed = []
-        monkeypatch.setattr(step_log.tqdm, "write", printed.append)
+        monkeypatch.setattr(step_log, "say", printed.append)
         trainer = {"logger": ["file"], "default_local_dir": str(tmp_path), "total_epochs": 2}
         settings = SimpleNamespace(enable=enable, separate=False, batch_groups=4, group_filter=FilterSettings(metric))
         return StepLog(OmegaConf.create({"trainer": trainer}), settings, total_steps=total), printed

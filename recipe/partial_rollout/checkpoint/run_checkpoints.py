@@ -22,7 +22,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ from recipe.partial_rollout.checkpoint.manifest import (
     write_manifest,
 )
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.waits import one_line
 
 logger = logging.getLogger(__name__)
@@ -316,9 +316,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (ENOLCK, EOPNOTSUPP):
             raise fail(key, run_dir, f"a directory that can be written ({error.strerror})") from error
-        print(
+        say(
             f"{path}: {error.strerror}: cannot lock it; make sure that only one process uses this directory",
-            file=sys.stderr,
+            error=True,
         )
     try:
         if not isinstance(lock, SoftFileLock):

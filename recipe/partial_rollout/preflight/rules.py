@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +47,7 @@ from recipe.partial_rollout.preflight.rule import (
     replica_devices,
     where,
 )
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training.loss import WeightGranularity, weight_granularity
 from recipe.partial_rollout.worker.llm_client import WHOLE
 from verl_ext.guard import TESTED, installed_pair
@@ -442,7 +442,7 @@ WARNINGS = (
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:
     """Yield an error for each rule that ``config`` breaks; print warnings."""
     for warning in broken(WARNINGS, config):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", error=True)
     # A v1 trainer of verl's own has its own rollout.
     ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT)
     return broken((*_TRAINING, *_LEARNING, *ours), config)

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 import ray
-from tqdm import tqdm
+
+from recipe.partial_rollout.terminal import say
 
 
 class DeviceUse:
@@ -59,4 +60,4 @@ class DeviceUse:
                 self._seen.append((time.time(), self._sample()))
                 time.sleep(self._every_s)
         except Exception as error:
-            tqdm.write(f"warning: rollout/device_use ends here, NVML no longer answers ({error})")
+            say(f"warning: rollout/device_use ends here, NVML no longer answers ({error})")

@@ -29,6 +29,7 @@ from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.replicas import ReplicaLoad, ServerControl, decoded_between
 from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.terminal import bars, say
 from recipe.partial_rollout.waits import (
     START_S,
     NoAnswerError,
@@ -287,7 +288,9 @@ async def watch_round(
     seen = await control.load()
     shown, shown_at = dict(seen), time.monotonic()
     # tqdm switches it off where there is no terminal.
-    with tqdm(total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True, disable=None) as bar:
+    with tqdm(
+        total=0, position=1, leave=False, bar_format="{desc}", dynamic_ncols=True, disable=None, file=bars()
+    ) as bar:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             load = await control.load()
@@ -299,7 +302,7 @@ async def watch_round(
             rate = decoded_between(shown, load) / (now - shown_at) if shown and load else None
             line = round_line(step, now - began, batch_groups, progress, load, rate)
             if bar.disable:
-                tqdm.write(line)
+                say(line)
             else:
                 bar.set_description_str(line)
             shown, shown_at = dict(seen), now

@@ -27,6 +27,7 @@ from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.terminal import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def report_failed(errors: Sequence[str], samples: int, max_masked_fraction: floa
             f"partial_rollout.failures.max_masked_fraction={max_masked_fraction:g}; one of them: {errors[0]}"
         )
     if errors:
-        print(f"warning: {len(errors)} of the {samples} samples of a {what} {fate}; one of them: {errors[-1]}")
+        say(f"warning: {len(errors)} of the {samples} samples of a {what} {fate}; one of them: {errors[-1]}")
 
 
 class Recorder:

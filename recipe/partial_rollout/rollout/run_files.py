@@ -12,6 +12,7 @@ from recipe.partial_rollout.checkpoint.manifest import write_atomically
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, set_aside
 from recipe.partial_rollout.records.run_log import METRICS, RunLog, RunSettings, logged_steps
 from recipe.partial_rollout.records.run_log import NAME as LOG
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.waits import ERROR_LOG
 
 CONFIG = "config.yaml"
@@ -66,10 +67,10 @@ class RunFiles:
             write_atomically(metrics, b"".join(kept))
         # What a start that failed before its first step has left is nothing to return to.
         if (lost and not continues) or any(aside.glob("global_step_*")):
-            print(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
+            say(f"{aside} has what this start supersedes; nothing reads it, delete it when you like")
         if lost and (continues or chosen is None):
             which = f"steps {min(lost)} to {max(lost)} are" if len(lost) > 1 else f"step {lost[0]} is"
-            print(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")
+            say(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")
 
     def open_log(self, settings: RunSettings, replicas: Sequence[str]) -> RunLog:
         """Open the run's log.

@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tqdm import tqdm
-
 from recipe.partial_rollout.records.run_log import EngineCall
+from recipe.partial_rollout.terminal import say
 
 KV_SHARE = 0.8
 """share of the KV cache that samples of the measured mean context fill; the rest is for their spread"""
@@ -81,7 +80,7 @@ class ReplicaSlots:
         if abs(fit - self.per_replica) < max(1, _NOTABLE * self.per_replica):
             return False
         self.per_replica = fit
-        tqdm.write(
+        say(
             f"slots per replica: {fit} from here on (samples held {mean:,.0f} tokens on average while decoding, the KV "
             f"cache holds {self._kv_tokens:,}; rollout.max_num_seqs={self._most})"
         )

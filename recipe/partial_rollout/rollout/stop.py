@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
+from recipe.partial_rollout.terminal import bars, say
 from recipe.partial_rollout.waits import NoAnswerError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -135,9 +135,9 @@ class StopSignals:
         # Who signals each child too, as `ray job stop` does, ends the data loader's workers. torch reports that from its
         # handler of SIGCHLD, as an error wherever this process happens to be; no more data is needed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        print(
+        say(
             f"\n{signal.Signals(number).name}: stopping at the next safe point; once more ends the training at once",
-            file=sys.stderr,
+            error=True,
         )
 
     def _end_within(self) -> None:
@@ -150,8 +150,8 @@ class StopSignals:
     def end(self) -> NoReturn:
         """End the process in one line, as the last signal asks. Threads, as those of a download, would outlive a return."""
         number = self._number or signal.SIGINT
-        print(f"training stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        # Without the lock that a thread at work may hold.
+        print(f"training stopped by {signal.Signals(number).name}", file=bars(), flush=True)
         # As a shell reports a process that the signal ended.
         os._exit(128 + number)
 

@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from recipe.partial_rollout.terminal import libraries_apart, say
+
 TASKS = ("clock10", "calculator")
 """Packages; of each `tokenizer` and `warm_start` are used. All else of the second is the first's."""
 _NOT_FROZEN = "tool.py"
@@ -134,9 +136,7 @@ def make_task(
     if not train:
         weights, packed, error = read_packed(file)
         if packed != manifest:
-            print(
-                "ready warm start not used: it was packed of other sources or parameters; training one", file=sys.stderr
-            )
+            say("ready warm start not used: it was packed of other sources or parameters; training one", error=True)
             weights = None
         else:
             facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}
@@ -197,7 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
         parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)
-        done = make_task(options.out, parameters, task=options.task, train=options.train)
+        with libraries_apart():
+            done = make_task(options.out, parameters, task=options.task, train=options.train)
         print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
     except (ValueError, OSError) as error:
         print(f"ready_start: {error}", file=sys.stderr)

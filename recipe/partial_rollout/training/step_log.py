@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import groupby
 from math import isfinite, nan
@@ -19,7 +18,8 @@ from tqdm import tqdm
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.figures import HELD_OUT, KL, length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
-from recipe.partial_rollout.training.trackers import SWANLAB
+from recipe.partial_rollout.terminal import bars, say
+from recipe.partial_rollout.training.trackers import SWANLAB, addresses
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,27 +64,39 @@ class StepLog:
         """groups that dynamic sampling has discarded since the training began"""
         self._warned = False
         """whether discarded groups of different scores were warned of"""
+        self._bar: tqdm | None = None
+        """progress of the training; None before its first record"""
 
     def show(self, batch: DataProto, step: int, tokenizer: Any) -> None:
         """Show a sample of the batch of step 1: in the terminal, in a file, and in SwanLab with the first pictures."""
         if step == 1:
             self._sample = sample_text(batch, tokenizer)
             (Path(self._config.trainer.default_local_dir) / SAMPLE).write_text(self._sample, encoding="utf-8")
-            # A terminal need not have every sign that a model writes.
-            signs = sys.stdout.encoding or "ascii"
-            tqdm.write(self._sample.encode(signs, "backslashreplace").decode(signs))
+            say(self._sample)
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Return the metrics of ``step`` with the overview's; print the line and any warnings."""
         data = {**overview(data, partial=self._settings.enable), **data}
-        tqdm.write(step_line(data, step, self._total, self._settings))
+        if self._bar is None:
+            self._bar = self._begin(step)
+        say(step_line(data, step, self._total, self._settings))
+        self._bar.update(step - self._bar.n)
         self._discarded = int(data.get(f"{FILTER}/groups_total", self._discarded))
         warnings = [not_finite(data, step), self._scores_differ(data, step)]
         if self._settings.enable:
             warnings.append(self._drift.observe(data, step))
         for warning in filter(None, warnings):
-            tqdm.write(warning)
+            say(warning)
         return data
+
+    def _begin(self, step: int) -> tqdm:
+        """Say where the trackers, which verl has just opened, show the run; return the progress bar of the training."""
+        for line in addresses(self._config.trainer.logger):
+            say(line)
+        # Above it the lines of the steps, below it that of the round (``guard.watch_round``). None: only on a terminal.
+        return tqdm(
+            total=self._total, initial=max(0, step - 1), desc="training", leave=False, disable=None, file=bars()
+        )
 
     def _scores_differ(self, data: Mapping[str, Any], step: int) -> str | None:
         """A warning, once, if dynamic sampling discards groups of different scores."""
@@ -105,6 +117,11 @@ class StepLog:
             f"the data ends after step {step} of {self._total} (trainer.total_epochs={self._config.trainer.total_epochs}): "
             f"dynamic sampling {taken}"
         )
+
+    def end(self) -> None:
+        """Remove the progress bar."""
+        if self._bar is not None:
+            self._bar.close()
 
     def close(self, step: int, round_: Round | None) -> None:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""

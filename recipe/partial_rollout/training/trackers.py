@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from shlex import quote
 
 from recipe.partial_rollout.config.keys import fail
 from verl_ext import swanlab_board
 
 SWANLAB = "swanlab"
-MODE = "SWANLAB_MODE"
+MODE, LOG_DIR = "SWANLAB_MODE", "SWANLAB_LOG_DIR"
 CLOUD, LOCAL = ("cloud", "online"), "local"
 
 _SET: dict[str, str] = {}
@@ -64,3 +65,18 @@ def open_run(loggers: Iterable[str], run: str | None) -> None:
         set_variable(f"{tracker}_RESUME", run and "allow")
     if SWANLAB in loggers:
         swanlab_board.install()
+
+
+def addresses(loggers: Iterable[str]) -> list[str]:
+    """Return a line for each tracker of the present run: where to see its curves."""
+    lines = []
+    if SWANLAB in loggers and (mode := os.environ[MODE]) in (*CLOUD, LOCAL):
+        import swanlab
+
+        where = swanlab.get_run().url if mode in CLOUD else f"swanlab watch {quote(os.environ[LOG_DIR])}"
+        lines.append(f"SwanLab: {where}")
+    if "wandb" in loggers:
+        import wandb
+
+        lines.append(f"wandb: {wandb.run and wandb.run.url}")
+    return lines

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from verl.trainer.ppo.utils import need_critic
 
 from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.terminal import say
 from verl_ext import packed_attention
 from verl_ext.packed_attention import FLASH, NAME, PADDED
 
@@ -56,7 +57,7 @@ def choose_attention(config: DictConfig) -> None:
                     instead = remedy if problem else f"{path}.{_ATTENTION}=null"
                     raise fail(key, size, f"1 with any attention but {FLASH} ({instead})")
     if fallen:
-        print(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {FLASH}, {remedy}")
+        say(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {FLASH}, {remedy}")
 
 
 def _is_plain(path: str) -> bool:

@@ -38,6 +38,7 @@ from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
 from recipe.partial_rollout.training.step_log import StepLog, last_lines
@@ -121,7 +122,7 @@ class TrainerRun(_VerlsTrainer):
         # verl validates and saves in the step that it expects to be the last.
         self.total_training_steps = min(asked, len(loader) * epochs)
         if self.total_training_steps < asked:
-            print(
+            say(
                 f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={asked} "
                 f"(trainer.total_epochs={epochs})"
             )
@@ -156,7 +157,7 @@ class TrainerRun(_VerlsTrainer):
             response=lengths.response_length,
             replicas=len(control.addresses),
         )
-        print(slots.describe())
+        say(slots.describe())
         strategy = self.config.actor_rollout_ref.actor.strategy
         facts = run_settings(
             settings,
@@ -209,7 +210,7 @@ class TrainerRun(_VerlsTrainer):
         with self.stop.caught():
             (files.directory / ERROR_LOG).unlink(missing_ok=True)
             if files.checkpoints.resumed_step >= self.total_training_steps:
-                print(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
+                say(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
                 self._note_end(complete=True)
                 return
             open_run(self.config.trainer.logger, files.checkpoints.run)
@@ -228,8 +229,10 @@ class TrainerRun(_VerlsTrainer):
                     if self.driver is not None:
                         asyncio.run(self.driver.explain(error))
                     raise
+                finally:
+                    self.step_log.end()
         self._note_end(complete=True)
-        print(last_lines(self.config, files.completed_step))
+        say(last_lines(self.config, files.completed_step))
 
     def _only_validate(self, loop: Callable[[], object]) -> None:
         """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
@@ -271,7 +274,7 @@ class TrainerRun(_VerlsTrainer):
             if (chosen / KL_COEFFICIENT).exists():
                 controller.value = float((chosen / KL_COEFFICIENT).read_text())
             else:
-                print(f"{chosen} has no coefficient of algorithm.kl_ctrl: it starts at {controller.value:g}")
+                say(f"{chosen} has no coefficient of algorithm.kl_ctrl: it starts at {controller.value:g}")
 
     @property
     def _adaptive_kl(self) -> AdaptiveKLController | None:
@@ -295,7 +298,7 @@ class TrainerRun(_VerlsTrainer):
     def _save_where_data_ended(self) -> None:
         """Save the last step if the data ended early (dynamic sampling); verl saves only the last step that it expects."""
         step, every = self.files.completed_step, self.config.trainer.save_freq
-        print(self.step_log.data_ended(step))
+        say(self.step_log.data_ended(step))
         if every > 0 and step % every and step > self.files.checkpoints.resumed_step:
             self.global_steps = step
             self._save_checkpoint()
@@ -306,7 +309,7 @@ class TrainerRun(_VerlsTrainer):
         if step and self.config.trainer.save_freq > 0:
             self.global_steps = step
             self._save_checkpoint()
-            print(f"saved {self.files.checkpoints.step_dir(step)}; trainer.resume_mode=auto resumes from it")
+            say(f"saved {self.files.checkpoints.step_dir(step)}; trainer.resume_mode=auto resumes from it")
         self._note_end(complete=False)
 
     def _note_end(self, *, complete: bool) -> None:

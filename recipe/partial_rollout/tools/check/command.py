@@ -18,6 +18,7 @@ from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
 from recipe.partial_rollout.preflight.rows import dataset_of, file_rows, rendering_of
 from recipe.partial_rollout.preflight.rule import replica_devices
+from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.tools.check import machine
 from recipe.partial_rollout.tools.check.machine import Finding
 from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, checkpoint_gib, in_words
@@ -45,7 +46,7 @@ def told(findings: Iterable[Finding]) -> int:
     """Print the findings; return the exit code."""
     stopped = False
     for finding in findings:
-        print(finding, flush=True)
+        say(finding)
         stopped |= finding.stops
     return MISSING if stopped else 0
 
@@ -60,7 +61,7 @@ def check_run(config: DictConfig) -> int:
 
     def refuse(kind: Kind, error: ConfigError) -> None:
         refused.add(kind)
-        print(Finding(kind, str(error), stops=True), flush=True)
+        say(Finding(kind, str(error), stops=True))
 
     checked = preflight.checked(config, refuse)
     size = ModelSize.of(config)

@@ -1,0 +1,115 @@
+"""Keeps the terminal for the recipe's lines and progress bars; what libraries print goes to a file.
+
+verl, Ray, vLLM and datasets print from Python and from C, in this process and in its children. So ``libraries_apart``
+points the file descriptors 1 and 2 at the file, and ``say`` writes to the terminal that they were.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from tqdm import tqdm
+
+OUTPUT = "output.log"
+"""file of the run directory with what libraries print"""
+_DESCRIPTORS = (1, 2)
+
+
+class _Apart:
+    """The terminal and the file, while libraries print to the file."""
+
+    def __init__(self) -> None:
+        _flush()
+        self.terminal = [os.fdopen(os.dup(each), "w", buffering=1, errors="backslashreplace") for each in _DESCRIPTORS]
+        """standard output and standard error, as they were"""
+        self.file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+        self._redirect()
+
+    def keep(self, path: Path) -> None:
+        _flush()
+        # The children write to it too: each line goes to the end.
+        kept = path.open("ab")
+        self.file.seek(0)
+        shutil.copyfileobj(self.file, kept)
+        kept.flush()
+        self.file.close()
+        self.file = kept
+        self._redirect()
+
+    def end(self) -> None:
+        _flush()
+        for descriptor, stream in zip(_DESCRIPTORS, self.terminal, strict=True):
+            os.dup2(stream.fileno(), descriptor)
+            stream.close()
+        self.file.close()
+
+    def _redirect(self) -> None:
+        for descriptor in _DESCRIPTORS:
+            os.dup2(self.file.fileno(), descriptor)
+
+
+_apart: _Apart | None = None
+
+
+@contextmanager
+def libraries_apart() -> Iterator[None]:
+    """While entered, only ``say`` and progress bars reach the terminal; what libraries print is lost until ``keep_output``.
+
+    Nothing changes where Python's output is not that of the process: a notebook or a test has taken it.
+    """
+    global _apart
+    if _apart is not None or not all(map(_is_own, (sys.stdout, sys.stderr), _DESCRIPTORS)):
+        yield
+        return
+    _apart = _Apart()
+    try:
+        yield
+    finally:
+        _apart.end()
+        _apart = None
+
+
+def keep_output(path: Path) -> None:
+    """Move what libraries have printed to the end of ``path``, and send there what they print from now on."""
+    if _apart is not None:
+        _apart.keep(path)
+        say(f"verl, Ray and other libraries print to {path}")
+
+
+def say(text: object, *, error: bool = False) -> None:
+    """Print a line for the user, above the progress bars.
+
+    Args:
+        error: to standard error.
+    """
+    out, err = _apart.terminal if _apart else (sys.stdout, sys.stderr)
+    stream = err if error else out
+    # A terminal need not have every sign that a model writes.
+    signs = stream.encoding or "ascii"
+    with tqdm.external_write_mode(file=err):
+        stream.write(f"{text}\n".encode(signs, "backslashreplace").decode(signs))
+        stream.flush()
+
+
+def bars() -> TextIO:
+    """Return the stream of progress bars."""
+    return _apart.terminal[1] if _apart else sys.stderr
+
+
+def _is_own(stream: TextIO, descriptor: int) -> bool:
+    with suppress(UnsupportedOperation, AttributeError, ValueError):
+        return stream.fileno() == descriptor
+    return False
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
