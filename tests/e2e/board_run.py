@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from recipe.partial_rollout.config.keys import defaults_of
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import overview
+from recipe.partial_rollout.records.metrics import overview
 from recipe.partial_rollout.records.run_log import EngineCall, RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.training.step_log import StepLog
 from recipe.partial_rollout.training.trackers import open_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.figures import FIGURES, SECTION
+from recipe.partial_rollout.records.metrics import FIGURES, SECTION
 from recipe.partial_rollout.training.step_log import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.figures import FIGURES, SECTION
+from recipe.partial_rollout.records.metrics import FIGURES, SECTION
 from recipe.partial_rollout.tools.report.command import main as report
 
 # Two trainings, one after the other, in a fixture.

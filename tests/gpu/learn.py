@@ -8,7 +8,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from recipe.partial_rollout.records.figures import held_out_rewards
+from recipe.partial_rollout.records.metrics import held_out_rewards
 from tests.gpu import counting
 from tests.gpu.figures import Figures
 from tests.gpu.training import ARMS, TINY, Sizes, command, speed, steps_of

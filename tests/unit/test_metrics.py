@@ -8,7 +8,7 @@ from msgspec import structs
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from recipe.partial_rollout.manager.types import TakenGroup
-from recipe.partial_rollout.records.figures import (
+from recipe.partial_rollout.records.metrics import (
     SECTION,
     bubble_fraction,
     bubble_of_ended,

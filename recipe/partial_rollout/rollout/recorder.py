@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepSummary, TakenGroup
-from recipe.partial_rollout.records.figures import bubble_fraction, bubble_of_ended, spread
+from recipe.partial_rollout.records.metrics import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.run_log import (
     Arm,
     EngineCall,

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.figures import HELD_OUT, KL, length_sigmas, overview
+from recipe.partial_rollout.records.metrics import HELD_OUT, KL, length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.terminal import bars, say
 from recipe.partial_rollout.training.trackers import SWANLAB, addresses

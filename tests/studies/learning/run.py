@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from recipe.partial_rollout.records.figures import held_out_rewards
+from recipe.partial_rollout.records.metrics import held_out_rewards
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.run_record import StepMetrics, read_metrics
 from recipe.partial_rollout.training.step_log import KL, PolicyDrift

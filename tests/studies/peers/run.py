@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.partial_rollout.records.figures import held_out_rewards
+from recipe.partial_rollout.records.metrics import held_out_rewards
 from recipe.partial_rollout.tools.run_record import read_metrics
 from tests.studies.held_out import QUALITY, seconds_to
 from tests.studies.machine import read_stolen_cpu

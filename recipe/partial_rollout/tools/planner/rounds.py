@@ -15,7 +15,7 @@ import numpy as np
 from recipe.partial_rollout.config.settings import Mode, PartialRolloutConfig, Scheduling
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
 from recipe.partial_rollout.manager.types import Prompt, SampleOutput, Segment
-from recipe.partial_rollout.records.figures import spread
+from recipe.partial_rollout.records.metrics import spread
 from recipe.partial_rollout.tools.planner.engine_curve import Cluster
 from recipe.partial_rollout.tools.planner.lengths import LengthTrace
 from recipe.partial_rollout.tools.planner.replica_model import Decoding, ReplicaModel

@@ -11,7 +11,7 @@ from functools import cached_property
 from msgspec import structs
 
 from recipe.partial_rollout.records.run_log import Arm
-from recipe.partial_rollout.tools.report.summary import FIGURES, Summary, ratio
+from recipe.partial_rollout.tools.report.summary import METRICS, Summary, ratio
 from recipe.partial_rollout.tools.run_record import RunRecord
 from recipe.partial_rollout.training.step_log import PolicyDrift
 
@@ -52,9 +52,9 @@ class Other(Side):
 
     @cached_property
     def ratios(self) -> dict[str, float | None]:
-        """Its figure over the base's, by the figure's name."""
+        """Its metric over the base's, by the metric's name."""
         mine, theirs = self.summary, self.base.summary
-        compared = [name for name, figure in FIGURES.items() if figure.compared]
+        compared = [name for name, metric in METRICS.items() if metric.compared]
         found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in compared}
         if (theirs.rollout_s is None) is not (mine.rollout_s is None):
             # One is per second of rollout, the other per second of the run.
@@ -129,7 +129,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
     return {
         "runs": {
             side.name: {
-                **{name: getattr(side.summary, name) for name in FIGURES},
+                **{name: getattr(side.summary, name) for name in METRICS},
                 "run": {
                     "directory": side.run.directory,
                     **structs.asdict(side.run.settings),

@@ -1,4 +1,4 @@
-"""The figures of one run: what each is, how it is computed, and how a table shows it."""
+"""The metrics of one run: what each is, how it is computed, and how a table shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe.partial_rollout.records.figures import SECTION, Spread, bubble_fraction, length_sigmas, spread
+from recipe.partial_rollout.records.metrics import SECTION, Spread, bubble_fraction, length_sigmas, spread
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.lanes import lane_shares
 from recipe.partial_rollout.tools.run_record import RunRecord
@@ -58,14 +58,14 @@ class Validation:
         return ", ".join(f"{statistics.fmean(by.values()):.3f} {name[len(kind) :]}" for name, by in found) or "-"
 
 
-class Figure(cached_property):
-    """A figure of a run, an attribute of its ``Summary``; those with a label stand in the table of figures
+class Metric(cached_property):
+    """A metric of a run, an attribute of its ``Summary``; those with a label stand in the table of metrics
     if a run has them."""
 
     label: str
     words: Callable[[Any], str]
     compared: bool
-    """Its ratio to the base is a figure too, and stands beside it."""
+    """Its ratio to the base is a metric too, and stands beside it."""
 
     @property
     def means(self) -> str:
@@ -73,11 +73,11 @@ class Figure(cached_property):
         return " ".join((self.__doc__ or "").split())
 
 
-def figure(label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False) -> Callable[[Any], Any]:
-    """Decorator of a method that computes a figure."""
+def metric(label: str = "", words: Callable[[Any], str] = str, *, compared: bool = False) -> Callable[[Any], Any]:
+    """Decorator of a method that computes a metric."""
 
-    def made(of: Callable[[Any], Any]) -> Figure:
-        found = Figure(of)
+    def made(of: Callable[[Any], Any]) -> Metric:
+        found = Metric(of)
         found.label, found.words, found.compared = label, words, compared
         return found
 
@@ -98,37 +98,37 @@ def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | No
 
 
 class Summary:
-    """The figures of a run, those with a label in the order of the table; one is None where the run does not have it."""
+    """The metrics of a run, those with a label in the order of the table; one is None where the run does not have it."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
 
-    @figure()
+    @metric()
     def phases_s(self) -> dict[str, float]:
         """verl's timers, summed over the steps that count."""
         spent = {name: sum(step.seconds(name) for step in self.run.steps) for name in PHASES}
         spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
         return spent
 
-    @figure(compared=True)
+    @metric(compared=True)
     def rollout_s(self) -> float | None:
         """None under separate placement: all of the run is rollout."""
         return None if self.run.settings.separate else self.phases_s["gen"]
 
-    @figure(compared=True)
+    @metric(compared=True)
     def step_s(self) -> float:
         return self.phases_s["step"]
 
-    @figure()
+    @metric()
     def total_s(self) -> float:
         """Steps and validations between them, without the pauses of a resumed run."""
         return self.step_s + self.phases_s["testing"]
 
-    @figure()
+    @metric()
     def lane_shares(self) -> tuple[float | None, float | None, float | None]:
         return lane_shares(self.run)
 
-    @figure()
+    @metric()
     def validation(self) -> Validation:
         for step in reversed(self.run.steps):
             scores: dict[str, dict[str, float]] = {}
@@ -140,77 +140,77 @@ class Summary:
                 return Validation(step.number, scores)
         return Validation(None, {})
 
-    @figure()
+    @metric()
     def steps(self) -> int:
         return len(self.run.steps)
 
-    @figure()
+    @metric()
     def bubble_fraction(self) -> float | None:
         return bubble_fraction([step.decoding for step in self.run.steps], self.run.settings.full_concurrency)
 
-    @figure()
+    @metric()
     def device_use(self) -> float | None:
         """Mean over the steps that log it, by the seconds of their rounds."""
         key = "partial_rollout/rollout/device_use"
         known = [(step.round.phase.seconds, step.metrics[key]) for step in self.run.steps if key in step.metrics]
         return ratio(sum(seconds * use for seconds, use in known), sum(seconds for seconds, _ in known))
 
-    @figure()
+    @metric()
     def staleness(self) -> Spread | None:
         return spread([age for step in self.run.steps for age in step.staleness])
 
-    @figure("trained groups", units.count)
+    @metric("trained groups", units.count)
     def trained_groups(self) -> int:
         """Prompts trained, each with all its samples."""
         return len(self.run.trained_groups)
 
-    @figure("trained tokens", units.count, compared=True)
+    @metric("trained tokens", units.count, compared=True)
     def trained_tokens(self) -> int:
         """Tokens that the model generated in trained samples."""
         return sum(group.tokens for group in self.run.trained_groups)
 
-    @figure("decoded tokens", units.count, compared=True)
+    @metric("decoded tokens", units.count, compared=True)
     def decoded_tokens(self) -> int:
         """Tokens that the engines made; unfinished samples and lost work included."""
         return sum(step.decoding.decoded_tokens for step in self.run.steps)
 
-    @figure("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
+    @metric("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def wall_s_per_trained_token(self) -> float | None:
-        """From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the figure to
+        """From the first batch to the last, validation, checkpoints and a resumed run's pauses included: the metric to
         compare placements by."""
         first, *later = self.run.steps
         tokens = sum(group.tokens for step in later for group in step.round.trained)
         return ratio(self.run.rounds[-1].phase.end - first.round.phase.end, tokens)
 
-    @figure("trainer waits for batches", units.share)
+    @metric("trainer waits for batches", units.share)
     def trainer_waits(self) -> float | None:
         """Share of that time; where engines and trainer take turns, it is that of rollout."""
         return self.lane_shares[0]
 
-    @figure("engines idle", units.share)
+    @metric("engines idle", units.share)
     def engines_idle(self) -> float | None:
         """Share of that time in which a replica ran no sample, mean over replicas; held or validating is not idle."""
         return self.lane_shares[1]
 
-    @figure("engines held", units.share)
+    @metric("engines held", units.share)
     def engines_held(self) -> float | None:
         """Share of that time in which all engines stood still for new weights or a checkpoint (separate placement)."""
         return self.lane_shares[2]
 
-    @figure("a hold, mean / p95 / max", units.spread_s)
+    @metric("a hold, mean / p95 / max", units.spread_s)
     def hold_s(self) -> Spread | None:
         """From the request to hold all engines for new weights until they go on, loading included (separate placement)."""
         # The first weights are loaded before anything decodes.
         holds = [p for p in self.run.phases if p.name == "hold" and p.start >= self.run.start]
         return spread([hold.end - hold.start for hold in holds])
 
-    @figure("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
+    @metric("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def rollout_s_per_trained_token(self) -> float | None:
         """Seconds of rollout for equal work, without the first step after each start, whose engines are cold; none under
         separate placement, where all of the run is rollout."""
         return None if self.run.settings.separate else self._per_trained_token("gen")
 
-    @figure("step per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
+    @metric("step per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:
         """Seconds of whole steps for equal work, without the first step after each start."""
         return self._per_trained_token("step")
@@ -220,66 +220,66 @@ class Summary:
         tokens = sum(group.tokens for step in steps for group in step.round.trained)
         return ratio(sum(step.seconds(timer) for step in steps), tokens)
 
-    @figure("decoded tokens/s in rollout", units.count, compared=True)
+    @metric("decoded tokens/s in rollout", units.count, compared=True)
     def decoded_tokens_per_s(self) -> float | None:
         """Decoded tokens over the seconds of rollout; under separate placement over those of the run."""
         run_s = sum(round_.phase.seconds for round_ in self.run.rounds)
         return ratio(self.decoded_tokens, run_s if self.rollout_s is None else self.rollout_s)
 
-    @figure("off-policy tokens", units.share)
+    @metric("off-policy tokens", units.share)
     def off_policy_token_fraction(self) -> float | None:
         """Share of trained tokens that older weights made than those that the update starts from."""
         return ratio(sum(group.off_policy_tokens for group in self.run.trained_groups), self.trained_tokens)
 
-    @figure("segments a sample, mean / p95 / max", units.spread)
+    @metric("segments a sample, mean / p95 / max", units.spread)
     def segments_per_sample(self) -> Spread | None:
         """Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold."""
         return spread([count for group in self.run.trained_groups for count in group.segments])
 
-    @figure("mean trained length", units.count, compared=True)
+    @metric("mean trained length", units.count, compared=True)
     def mean_trained_length(self) -> float | None:
         """Response tokens of a trained sample; with tools, theirs included."""
         return mean([length for group in self.run.trained_groups for length in group.lengths])
 
-    @figure("sigma of lengths, in a batch / in a group", units.pair)
+    @metric("sigma of lengths, in a batch / in a group", units.pair)
     def length_sigma(self) -> tuple[float, float] | None:
         """Standard deviation of response tokens, mean over steps. The larger it is beside the mean length, the longer a
         synchronous batch waits for its last response."""
         return _mean_pair([length_sigmas([group.lengths for group in each.trained]) for each in self.run.rounds])
 
-    @figure("made by several versions: samples / tokens", units.shares)
+    @metric("made by several versions: samples / tokens", units.shares)
     def mixed(self) -> tuple[float, float] | None:
         """Share of trained samples that went on under new weights, and of the tokens that these have; mean over steps."""
         samples, tokens = (f"partial_rollout/staleness/mixed_{of}" for of in ("samples", "tokens"))
         metrics = [step.metrics for step in self.run.steps]
         return _mean_pair([(each[samples], each[tokens]) for each in metrics if samples in each and tokens in each])
 
-    @figure("trained / dispatched length", units.decimal)
+    @metric("trained / dispatched length", units.decimal)
     def length_bias(self) -> float | None:
         """Mean length of what was trained over that of as many groups first dispatched, those that run with what they have;
         below 1, short ones came first."""
         return self.run.steps[-1].metrics.get(LENGTH_BIAS)
 
-    @figure(f"reward, last {REWARD_STEPS} steps", units.precise)
+    @metric(f"reward, last {REWARD_STEPS} steps", units.precise)
     def reward_last(self) -> float | None:
         """Mean reward of the trained samples."""
         last = [step.metrics for step in self.run.steps[-REWARD_STEPS:]]
         return mean([metrics["critic/score/mean"] for metrics in last if "critic/score/mean" in metrics])
 
-    @figure("interrupt, mean / p95 / max", units.spread_s)
+    @metric("interrupt, mean / p95 / max", units.spread_s)
     def interrupt_s(self) -> Spread | None:
         """From the decision to interrupt a round until every engine was quiet."""
         return spread([each.interrupt_s for each in self.run.rounds if each.interrupt_s is not None])
 
-    @figure("lost samples", units.count)
+    @metric("lost samples", units.count)
     def lost_samples(self) -> int:
         """The most that a round counted as unaccounted for; a sound run loses none."""
         return max(round_.lost_samples for round_ in self.run.rounds)
 
-    @figure("lost tokens", units.count)
+    @metric("lost tokens", units.count)
     def lost_tokens(self) -> int:
         """Decoded for conversations that began anew after a crash, a resume or a failure."""
         return self.run.rounds[-1].lost_tokens
 
 
-FIGURES = {name: found for name, found in vars(Summary).items() if isinstance(found, Figure)}
+METRICS = {name: found for name, found in vars(Summary).items() if isinstance(found, Metric)}

@@ -8,7 +8,7 @@ from recipe.partial_rollout.records.run_log import Arm, RunSettings
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side
 from recipe.partial_rollout.tools.report.findings import cautions, findings
-from recipe.partial_rollout.tools.report.summary import FIGURES, PHASES, ratio
+from recipe.partial_rollout.tools.report.summary import METRICS, PHASES, ratio
 from recipe.partial_rollout.tools.table import Table
 
 SETTINGS = {
@@ -139,13 +139,13 @@ def _header(comparison: Comparison) -> list[str]:
 
 def _figures(comparison: Comparison) -> Table:
     rows, notes = [], []
-    for name, figure in FIGURES.items():
+    for name, metric in METRICS.items():
         values = [getattr(side.summary, name) for side in comparison.sides]
-        if figure.label and any(value is not None for value in values):
-            ratios = [units.decimal(each.ratios[name]) if figure.compared else "" for each in comparison.others]
-            rows.append(_row(figure.label, list(map(figure.words, values)), ratios))
-            notes.append(figure.means)
-    return Table("Figures", _header(comparison), rows, notes)
+        if metric.label and any(value is not None for value in values):
+            ratios = [units.decimal(each.ratios[name]) if metric.compared else "" for each in comparison.others]
+            rows.append(_row(metric.label, list(map(metric.words, values)), ratios))
+            notes.append(metric.means)
+    return Table("Metrics", _header(comparison), rows, notes)
 
 
 def _phases(comparison: Comparison) -> Table:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from recipe.partial_rollout.records.figures import running_curve
+from recipe.partial_rollout.records.metrics import running_curve
 from recipe.partial_rollout.records.run_log import RolloutPhase
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Side

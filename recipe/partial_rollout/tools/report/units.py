@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from recipe.partial_rollout.records.figures import Spread
+from recipe.partial_rollout.records.metrics import Spread
 
 UNKNOWN = "-"
 

@@ -1,4 +1,4 @@
-"""Figures of steps and phases, computed alike for dashboard, report and forecast."""
+"""Metrics of steps and phases, computed alike for dashboard, report and forecast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Spread of a figure over samples or rounds."""
+    """Spread of a metric over samples or rounds."""
 
     mean: float
     p95: float
@@ -112,13 +112,13 @@ _COPIES = {
     "off_policy_share": "partial_rollout/off_policy_token_fraction",
     "length_bias": "partial_rollout/length/bias",
 }
-"""figure to the key that it copies"""
+"""metric to the key that it copies"""
 
 _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share": 0.0, "length_bias": 1.0}
 """what these are under noPR, by definition: a batch is dispatched, decoded and trained under one version"""
 
-FIGURES = ("held_out_reward", *_COPIES)
-"""names of the figures of every run"""
+METRICS = ("held_out_reward", *_COPIES)
+"""names of the metrics of every run"""
 
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
@@ -127,7 +127,7 @@ def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
-    """The figures that ``data``, the metrics of a step, allows; by their full keys, in the order in which a dashboard
+    """The metrics that ``data``, the metrics of a step, allows; by their full keys, in the order in which a dashboard
     shows them.
 
     Args:
@@ -141,7 +141,7 @@ def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
     """
     rewards = held_out_rewards([data])
     found = {"held_out_reward": float(np.mean(rewards))} if rewards else {}
-    found |= {figure: float(data[source]) for figure, source in _COPIES.items() if source in data}
+    found |= {metric: float(data[source]) for metric, source in _COPIES.items() if source in data}
     if not partial and "training/global_step" in data:
         found |= _SYNCHRONOUS
-    return {f"{SECTION}/{figure}": value for figure, value in found.items()}
+    return {f"{SECTION}/{metric}": value for metric, value in found.items()}
