@@ -57,17 +57,17 @@ def _spread(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _estimate(verls: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The advantage estimator ``verls`` on the rows that train; it compares groups if it names ``index``."""
     names = list(inspect.signature(verls).parameters)
-    told = {**dict(zip(names, args, strict=False)), **kwargs}
-    rows = told["response_mask"].bool().any(dim=-1)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    rows = arguments["response_mask"].bool().any(dim=-1)
     if "index" in names:
-        rows = _with_baseline(rows, told["index"])
+        rows = _with_baseline(rows, arguments["index"])
     if rows.all():
-        return verls(**told)
-    if told["response_mask"][rows].sum() < 2:
+        return verls(**arguments)
+    if arguments["response_mask"][rows].sum() < 2:
         # A lone token has no variance, and verl refuses to whiten it.
-        nothing = torch.zeros(told["response_mask"].shape)
+        nothing = torch.zeros(arguments["response_mask"].shape)
         return nothing, nothing.clone()
-    found = verls(**{key: _of_rows(value, rows) for key, value in told.items()})
+    found = verls(**{key: _of_rows(value, rows) for key, value in arguments.items()})
     return _spread(found[0], rows), _spread(found[1], rows)
 
 
@@ -102,8 +102,8 @@ def patch_trainer(module: Any) -> None:
     ) -> dict[str, Any]:
         if spec_drafts is not None:
             # A sample without an engine call in this process has no counts: it failed, or its tokens are a checkpoint's.
-            told = np.array([each is not None for each in spec_drafts])
-            non_padding_mask = told if non_padding_mask is None else told & non_padding_mask
+            drafted = np.array([each is not None for each in spec_drafts])
+            non_padding_mask = drafted if non_padding_mask is None else drafted & non_padding_mask
         return verls(spec_drafts, spec_accepts, spec_verifies, non_padding_mask)
 
     patch_means(module)

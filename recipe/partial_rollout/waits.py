@@ -71,7 +71,7 @@ class ErrorText:
 
 
 class InfraError(RuntimeError):
-    """A part of the machinery is lost for good: no sample is to blame, and no retry helps, so the run ends."""
+    """A part of the machinery is lost for good: no sample caused it and no retry helps, so the run ends."""
 
 
 AGAIN_S = 0.5
@@ -141,7 +141,7 @@ async def wait(
     # As a task: if the caller is cancelled, a ``gather`` that nobody asks any more would print a traceback.
     main, *watching = tasks = [asyncio.ensure_future(each) for each in (result_of(awaitable), *watches)]
     for task in tasks:
-        # Of two that fail at once one is told; asyncio would print the other.
+        # Of two that fail at once one is reported; asyncio would print the other.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         ended, _ = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)

@@ -256,8 +256,8 @@ class PartialRolloutConfig:
     )
     max_staleness: Whole = key(
         4,
-        "Most versions between a sample's first token and the update that trains it. A round waits for a group that has "
-        "reached it.",
+        "Most versions between a sample's first token and the update that trains it. A round also waits where "
+        "the groups that are left, N a version, would reach it before their turn.",
     )
     slots_per_replica: FromOne = key(
         None,

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 UNKNOWN = -1
-"""version of a server that was not told any"""
+"""version of a server that knows none"""
 
 
 Mark = tuple[int, int]

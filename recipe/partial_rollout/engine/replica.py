@@ -12,7 +12,7 @@ verl's server reads only the last output of a request, yet asks for all of them,
 gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost), and
 its core sends tokens in pieces (``verl_ext.piecewise_scheduler``).
 
-A hold keeps the requests while the weights change, and tells their callers which version made which token: see ``hold``.
+A hold keeps the requests while the weights change, and reports which version made which token to their callers (``hold``).
 
 verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
 would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.

@@ -121,7 +121,7 @@ def size_bucket(config: DictConfig) -> None:
 def without_weights(config: DictConfig) -> torch.nn.Module:
     """The model's modules, on torch's meta device; an empty one where transformers cannot build it from its config.
 
-    A model of another kind, or one that lacks what its own code imports, is its worker's to tell of.
+    A model of another kind, or one that lacks what its own code imports, is left to its worker's error.
     """
     model = config.actor_rollout_ref.model
     remote = {"trust_remote_code": model.get("trust_remote_code", False)}

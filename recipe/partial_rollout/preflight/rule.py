@@ -53,8 +53,10 @@ class Rule(NamedTuple):
             if self.holds(value, config):
                 return None
         words = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
-        said = " and ".join(full(condition) for condition in self.when if isinstance(condition, str))
-        return fail(full(self.key), value, words + (said and f" with {said}") + (self.why and f": {self.why}"))
+        conditions = " and ".join(full(condition) for condition in self.when if isinstance(condition, str))
+        return fail(
+            full(self.key), value, words + (conditions and f" with {conditions}") + (self.why and f": {self.why}")
+        )
 
 
 def applies(condition: Condition, config: DictConfig) -> Any:
@@ -160,7 +162,7 @@ def copies(config: DictConfig, engine: str) -> int:
 
 
 def compares_siblings(config: DictConfig) -> bool:
-    """Whether the advantage estimator, of verl's, is told which samples are a prompt's, whose baseline the others make."""
+    """Whether the advantage estimator is one of verl's that compares the samples of a prompt."""
     estimator: Any = ADV_ESTIMATOR_REGISTRY.get(config.algorithm.adv_estimator)
     return estimator.__module__.startswith("verl.") and "index" in inspect.signature(estimator).parameters
 

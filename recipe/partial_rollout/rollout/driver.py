@@ -235,8 +235,8 @@ class Driver:
             StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
         """
         self._require_trained("the next batch")
-        asked_at, log = time.time(), self._recorder.log
-        log.add(Begin(step, asked_at))
+        requested_at, log = time.time(), self._recorder.log
+        log.add(Begin(step, requested_at))
         if self._stops:
             if self._version != step - 1:
                 await self._begin_version(step - 1, await self._wanted_prompts())
@@ -250,12 +250,12 @@ class Driver:
         if self._stops:
             await self._interrupt()
         else:
-            self._recorder.phase("wait", step, asked_at)
+            self._recorder.phase("wait", step, requested_at)
         taken_at = time.time()
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
         ready = replace(ready, groups=[replace(group, outputs=outputs[group.uid]) for group in ready.groups])
-        since = asked_at if self._stops else self._since
+        since = requested_at if self._stops else self._since
         batch = StepBatch(step, ready, since, opened_at, taken_at)
         batch.check(self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
@@ -305,8 +305,8 @@ class Driver:
         Their errors travel as one line. If the manager does not answer, nothing is added.
         """
         with contextlib.suppress(Exception):
-            asked = result_of(self._manager.first_errors.remote())
-            for traceback in await asyncio.wait_for(asked, _LAST_WORDS_S):
+            answer = result_of(self._manager.first_errors.remote())
+            for traceback in await asyncio.wait_for(answer, _LAST_WORDS_S):
                 error.add_note(f"\nThe first error of its kind in a sample:\n{traceback}")
 
     # -- checkpoints, the end --------------------------------------------------------------------------------------

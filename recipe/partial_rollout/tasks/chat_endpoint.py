@@ -63,7 +63,7 @@ class ChatEndpoint:
 
     def __init__(self, loop: AgentLoopBase, sampling_params: dict[str, Any]) -> None:
         self._loop, self._sampling_params = loop, sampling_params
-        self._said: dict[str, Conversation] = {}
+        self._conversations: dict[str, Conversation] = {}
         """by id of the completion that ends it"""
         self._numbers, self._name = itertools.count(), secrets.token_hex(16)
         self._full = False
@@ -124,7 +124,7 @@ class ChatEndpoint:
             context, turn.token_ids, conversation.mask, given, turn.log_probs
         )
         message = await self._message(turn.token_ids, conversation.tools, number)
-        self._said[f"chatcmpl-{number}"] = replace(
+        self._conversations[f"chatcmpl-{number}"] = replace(
             conversation,
             messages=conversation.messages + _plain([message]),
             response_ids=merged.token_ids[len(conversation.prompt_ids) :],
@@ -146,7 +146,7 @@ class ChatEndpoint:
         """The conversation that ``messages`` are: one that goes on, or a new one."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ChatError("messages: the last must be a question")
-        like = [each for each in self._said.values() if each.tools == tools]
+        like = [each for each in self._conversations.values() if each.tools == tools]
         known = [each for each in like if messages[: len(each.messages)] == each.messages]
         if known:
             before = max(known, key=lambda each: len(each.messages))
@@ -159,7 +159,9 @@ class ChatEndpoint:
         roles = [message["role"] for message in messages]
         # A first request may begin with examples, and later ones with the same.
         examples = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
-        rewritten = bool(self._said and examples) and all(each.messages[: len(examples)] != examples for each in like)
+        rewritten = bool(self._conversations and examples) and all(
+            each.messages[: len(examples)] != examples for each in like
+        )
         build = self._loop.continuous_token_builder.build_initial_tokens
         return Conversation(
             messages, tools, rewritten, await asyncio.to_thread(build, messages, tools=tools), [], [], []
@@ -188,21 +190,21 @@ class ChatEndpoint:
         Raises:
             ValueError: there is none, or it begins with answers that this endpoint has not given.
         """
-        if not self._said:
+        if not self._conversations:
             raise ValueError("the endpoint has given no completion")
-        said = self._said[completion or next(reversed(self._said))]
-        if said.rewritten:
+        conversation = self._conversations[completion or next(reversed(self._conversations))]
+        if conversation.rewritten:
             raise ValueError(
                 "the client went on from answers, or with tools, that are not those of its earlier requests: a sequence is "
                 "trained under one context, so an agent may add to its messages and change none"
             )
         most = self._loop.rollout_config.response_length
         return AgentLoopOutput(
-            prompt_ids=said.prompt_ids,
-            response_ids=said.response_ids[:most],
-            response_mask=said.mask[:most],
-            response_logprobs=None if said.log_probs is None else said.log_probs[:most],
-            num_turns=sum(message["role"] != "system" for message in said.messages),
+            prompt_ids=conversation.prompt_ids,
+            response_ids=conversation.response_ids[:most],
+            response_mask=conversation.mask[:most],
+            response_logprobs=None if conversation.log_probs is None else conversation.log_probs[:most],
+            num_turns=sum(message["role"] != "system" for message in conversation.messages),
             metrics=AgentLoopMetrics(),
         )
 
@@ -215,13 +217,13 @@ def _plain(messages: Any) -> Messages:
         raise ChatError(f"messages: {type(error).__name__}: {error}") from error
 
 
-def _arguments(said: str) -> Any:
+def _arguments(text: str) -> Any:
     """Arguments of a tool call as chat templates read them; the model's own text where it is no JSON object, as in verl."""
     try:
-        arguments = json.loads(said)
+        arguments = json.loads(text)
     except ValueError:
-        return said
-    return arguments if isinstance(arguments, dict) else said
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,6 @@ from typing import Any
 
 import numpy as np
 
-from recipe.partial_rollout.terminal import libraries_apart, say
-
 TASKS = ("clock10", "calculator")
 """Packages; of each `tokenizer` and `warm_start` are used. All else of the second is the first's."""
 _NOT_FROZEN = "tool.py"
@@ -136,7 +134,9 @@ def make_task(
     if not train:
         weights, packed, error = read_packed(file)
         if packed != manifest:
-            say("ready warm start not used: it was packed of other sources or parameters; training one", error=True)
+            print(
+                "ready warm start not used: it was packed of other sources or parameters; training one", file=sys.stderr
+            )
             weights = None
         else:
             facts[ORIGIN] = {"weights": file.name, "largest_weight_error": error}
@@ -165,10 +165,13 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
     """Data and model; a training in place of ``weights`` if these are None."""
     # Imported late: these load torch and transformers, which takes longer than finding that nothing is to be done.
     import torch
+    from transformers.utils import logging
 
     from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
     from recipe.partial_rollout.tasks.clock10.model import build_model
 
+    # A bar of one shard.
+    logging.disable_progress_bar()
     (folder / "data").mkdir()
     validation = draw_validation(parameters.val_rows, parameters.seed)
     write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
@@ -197,8 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
         parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)
-        with libraries_apart():
-            done = make_task(options.out, parameters, task=options.task, train=options.train)
+        done = make_task(options.out, parameters, task=options.task, train=options.train)
         print(f"{options.task} task at {options.out}: {done} in {time.monotonic() - started:.0f} s")
     except (ValueError, OSError) as error:
         print(f"ready_start: {error}", file=sys.stderr)

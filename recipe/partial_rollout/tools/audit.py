@@ -202,15 +202,15 @@ class Audit:
             ):
                 here = f"{verb} in step {entry.step}"
                 for prompt in prompts:
-                    said = f"prompt {prompt} was {here}"
+                    line = f"prompt {prompt} was {here}"
                     if prompt in once:
-                        self.violations.append(f"{said}, and {once[prompt]}")
+                        self.violations.append(f"{line}, and {once[prompt]}")
                         self.repeated += once is consumed
                     once.setdefault(prompt, here)
                     if once is consumed and not self._knows(prompt):
-                        self.violations.append(f"{said}: the training has no such prompt")
+                        self.violations.append(f"{line}: the training has no such prompt")
                     elif prompt not in admitted and not self.unlogged:
-                        self.violations.append(f"{said} and not admitted before")
+                        self.violations.append(f"{line} and not admitted before")
 
     def _judge_shared(self, what: str, marks: Callable[[Entry], Iterable[tuple[int | None, str]]]) -> None:
         """Check that no two prompts have the same mark; ``marks`` of an entry are mark and prompt."""

@@ -128,9 +128,9 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
         """The engine calls of all workers that ended since they were last taken."""
-        asked = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
+        pending = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
         deadline_s = self.recorder.settings.deadlines.interrupt_s
-        lists = await wait(asked, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
+        lists = await wait(pending, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
         return tuple(call for calls in lists for call in calls)
 
     def _leave_out_failed(self, output: DataProto) -> None:

@@ -38,9 +38,9 @@ def choose_mode(loggers: Iterable[str]) -> None:
     """
     if SWANLAB not in loggers:
         return
-    asked = os.environ.get(MODE)
-    if asked is not None and asked not in (*CLOUD, LOCAL, "offline", "disabled"):
-        raise fail(MODE, asked, "cloud, local, offline or disabled")
+    chosen = os.environ.get(MODE)
+    if chosen is not None and chosen not in (*CLOUD, LOCAL, "offline", "disabled"):
+        raise fail(MODE, chosen, "cloud, local, offline or disabled")
     from swanlab import Settings
 
     # In the environment or from ``swanlab login``.

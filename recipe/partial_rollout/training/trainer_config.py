@@ -36,21 +36,21 @@ def choose_attention(config: DictConfig) -> None:
         models["critic.model"] = ("critic",)
     fallen = []
     for path, engines in models.items():
-        asked = OmegaConf.select(config, f"{path}.{_ATTENTION}")
+        chosen = OmegaConf.select(config, f"{path}.{_ATTENTION}")
         # The critic packs where the actor does: verl's default for it is false.
         packs = config.actor_rollout_ref.model.use_remove_padding and _is_plain(
             OmegaConf.select(config, f"{path}.path")
         )
         installed = NAME if packs else PADDED
-        if problem and asked == FLASH:
-            raise fail(f"{path}.{_ATTENTION}", asked, f"{installed}, or null: {remedy}")
-        if problem and asked is None:
+        if problem and chosen == FLASH:
+            raise fail(f"{path}.{_ATTENTION}", chosen, f"{installed}, or null: {remedy}")
+        if problem and chosen is None:
             OmegaConf.update(config, f"{path}.{_ATTENTION}", installed, force_add=True)
             OmegaConf.update(config, f"{path}.use_remove_padding", packs, force_add=True)
             fallen.append(f"{path} ({installed})")
-        elif asked == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
-            raise fail(f"{path}.{_ATTENTION}", asked, f"{PADDED} with {path}.use_remove_padding=False")
-        if problem or asked not in (None, FLASH):
+        elif chosen == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
+            raise fail(f"{path}.{_ATTENTION}", chosen, f"{PADDED} with {path}.use_remove_padding=False")
+        if problem or chosen not in (None, FLASH):
             # verl implements sequence parallelism for flash-attn; others silently attend within their own piece.
             for key in (f"{engine}{part}.{_SEQUENCE_PARALLEL}" for engine in engines for part in ("", ".fsdp_config")):
                 if (size := OmegaConf.select(config, key) or 1) > 1:

@@ -3,7 +3,7 @@
 A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; ``TrainerRun`` gives
 the run's files, driver, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
 
-    SlotLoader -> N empty slots -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
+    SlotLoader -> N placeholders -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
       -> log-probs, reward, advantage, update (verl) -> weight sync (RecipeCheckpointManager), which ends the step
 
 With ``partial_rollout.enable=False`` loader, manager and batches are verl's own. ``training/v1`` has verl's v1 trainer.
@@ -118,12 +118,12 @@ class TrainerRun(_VerlsTrainer):
 
     def _offer(self, loader: Any) -> None:
         """Make ``loader``, verl's, the data of the run."""
-        epochs, asked = self.config.trainer.total_epochs, self.total_training_steps
+        epochs, wanted = self.config.trainer.total_epochs, self.total_training_steps
         # verl validates and saves in the step that it expects to be the last.
-        self.total_training_steps = min(asked, len(loader) * epochs)
-        if self.total_training_steps < asked:
+        self.total_training_steps = min(wanted, len(loader) * epochs)
+        if self.total_training_steps < wanted:
             say(
-                f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={asked} "
+                f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={wanted} "
                 f"(trainer.total_epochs={epochs})"
             )
         # The workers are made later: their learning rates decay to the last step that there is.

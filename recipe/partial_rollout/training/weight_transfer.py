@@ -120,13 +120,13 @@ class CachedTransfer(WeightTransfer):
         self._freeing = self._ask_trainers("finalize")
 
     async def _meet(self) -> None:
-        """Have the backend refuse places between which it cannot transfer, such as two nodes."""
+        """Have the backend refuse nodes between which it cannot transfer."""
         verls = self._verls
         workers: list[Any] = [worker for replica in verls.replicas for worker in replica.workers]
-        asked = [*self._ask_trainers("prepare"), *[w.execute_checkpoint_engine.remote("prepare") for w in workers]]
-        places = await _all(asked, "the first meeting of trainers and engines failed")
+        pending = [*self._ask_trainers("prepare"), *[w.execute_checkpoint_engine.remote("prepare") for w in workers]]
+        nodes = await _all(pending, "the first meeting of trainers and engines failed")
         try:
-            verls.backend_cls.build_topology(len(places) - len(workers), len(workers), places)
+            verls.backend_cls.build_topology(len(nodes) - len(workers), len(workers), nodes)
         except ValueError as error:
             raise RolloutFailedError(str(error)) from error
 

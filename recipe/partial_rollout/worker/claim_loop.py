@@ -140,7 +140,7 @@ class ClaimLoop:
         self._running = 0
         """requests that no replica has answered"""
         self.open = asyncio.Event()
-        """set while the round is open: slots are granted before, while the trainer updates, and samples wait for it"""
+        """set while the gate is open: leases come before, while the trainer updates, and their samples wait for it"""
         self._ended = asyncio.Event()
         """set whenever a request ends"""
         self.outbox = Outbox(name, manager, on_leases=self.run)

@@ -11,7 +11,7 @@ A resumed call gets its earlier tokens as prompt, which vLLM does not count, so 
 ==============================  ======================================================================================
 ``max_tokens``, ``min_tokens``  reduced by the tokens already made
 ``stop``                        searched for in the text of the whole turn (``StopStrings``)
-``_REFUSED``                    refused: vLLM applies these to each call anew and cannot be told of earlier calls
+``_REFUSED``                    refused: vLLM applies these to each call anew and does not know of earlier calls
 everything else                 unchanged: it looks at one step, or at prompt and output alike (``repetition_penalty``)
 ==============================  ======================================================================================
 

@@ -99,11 +99,11 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
     if set(info) == {"acc", "error"}:
         raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
-    said = {
+    fields = {
         f"reward of prompt {prompt}": score,
         **{f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts},
     }
-    for what, value in said.items():
+    for what, value in fields.items():
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
     return float(score)

@@ -9,6 +9,7 @@ as copying and the stop rule are not learnt, such batches teach little: half-way
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -24,7 +25,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from recipe.partial_rollout.tasks.clock10.demonstration import Mixture
 from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.tokenizer import PAD, TURN_END, VOCABULARY
-from recipe.partial_rollout.terminal import bars
 
 IGNORED = -100
 TOKENS_PER_STEP = 1024
@@ -81,7 +81,7 @@ def train(
         tokenizer, problems, mixture, short_share * steps, short_length, random.Random(f"warm-start-{seed}")
     )
     model.train()
-    progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=bars())
+    progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=sys.stderr)
     for batch in progress:
         loss = _train_step(model, optimizers, batch)
         for schedule in schedules:

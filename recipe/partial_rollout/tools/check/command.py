@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     ).parse_args(arguments)
     # vLLM reads it when it is imported; its log would stand between the lines.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return told(machine.findings())
+    return print_all(machine.findings())
 
 
-def told(findings: Iterable[Finding]) -> int:
+def print_all(findings: Iterable[Finding]) -> int:
     """Print the findings; return the exit code."""
     stopped = False
     for finding in findings:
@@ -71,7 +71,7 @@ def check_run(config: DictConfig) -> int:
             memory.check(config)
     except ConfigError as error:
         refuse("setting", error)
-    code = told((*plan(config, checked, size, memory), *machine.lacks(config, size)))
+    code = print_all((*plan(config, checked, size, memory), *machine.lacks(config, size)))
     return WRONG if "setting" in refused else MISSING if refused else code
 
 

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     """One line of a check."""
 
     name: str
-    said: str
+    text: str
     remedy: str = ""
     """what to do about it; empty where all is well"""
     stops: bool = False
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         sign = "FAIL" if self.stops else "note" if self.remedy else "ok"
-        return f"{sign:<5} {self.name:<16}{self.said}{f': {self.remedy}' if self.remedy else ''}"
+        return f"{sign:<5} {self.name:<16}{self.text}{f': {self.remedy}' if self.remedy else ''}"
 
 
 def findings() -> Iterator[Finding]:
@@ -68,8 +68,8 @@ def wants_gpu() -> bool:
 
 def versions() -> Finding:
     """The releases in place; ``stack`` refuses those that are no tested pair."""
-    said = f"verl {installed('verl')}, {installed_pair()}, transformers {installed('transformers')}"
-    return Finding("versions", f"{said}, Ray {installed('ray')}, Python {sys.version.split()[0]}")
+    text = f"verl {installed('verl')}, {installed_pair()}, transformers {installed('transformers')}"
+    return Finding("versions", f"{text}, Ray {installed('ray')}, Python {sys.version.split()[0]}")
 
 
 def stack() -> Finding:

@@ -112,19 +112,19 @@ class DeviceMemory:
             beside = sum(taken.values()) - taken.get("engine", 0.0)
             if sum(taken.values()) <= gib:
                 continue
-            said = f"{what} {in_words(taken, gib)}"
+            text = f"{what} {in_words(taken, gib)}"
             if taken is self.update and beside > gib:
                 raise fail(
                     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
                     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-                    f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {said}",
+                    f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {text}",
                 )
             most = max(0, math.floor((gib - beside) / gib * 100) / 100)
             why = "actor.fsdp_config.optimizer_offload=True" if taken is self.wake else "rollout.free_cache_engine=True"
             raise fail(
                 "actor_rollout_ref.rollout.gpu_memory_utilization",
                 rollout.gpu_memory_utilization,
-                f"at most {most:g}, or {why}: {said}",
+                f"at most {most:g}, or {why}: {text}",
             )
 
 

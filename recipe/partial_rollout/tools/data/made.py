@@ -82,11 +82,11 @@ def _stream(task: str, settings: dict, ask: str, shots: int) -> Iterator[tuple[s
         answers = [ast.literal_eval(each.ground_truth)[2]["answer"] for each in solved]
         if None in answers:
             raise DataError(f"--shots={shots}: 0 for {task}, whose problems have no one answer")
-        said = "<answer>{}</answer>" if "<answer>" in ask else "{}"
+        form = "<answer>{}</answer>" if "<answer>" in ask else "{}"
         before = tuple(
             message
             for each, answer in zip(solved, answers, strict=True)
-            for message in [*each.prompt, {"role": "assistant", "content": said.format(answer)}]
+            for message in [*each.prompt, {"role": "assistant", "content": form.format(answer)}]
         )
         shown = {each.content for each in solved}
         for problem in made:

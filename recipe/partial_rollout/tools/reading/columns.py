@@ -61,12 +61,12 @@ class CallColumns(Collection[EngineCall]):
         [[0], [2.0], [5.0]]
         """
         names, sample = np.unique(self.column("sample"), return_inverse=True)
-        asked, end = self.column("start") - self.column("waited_s"), self.column("end")
-        order = np.lexsort((asked, sample))
+        requested, end = self.column("start") - self.column("waited_s"), self.column("end")
+        order = np.lexsort((requested, sample))
         left, back = order[:-1], order[1:]
-        gap = (sample[left] == sample[back]) & (names[sample[left]] != "") & (asked[back] > end[left])
+        gap = (sample[left] == sample[back]) & (names[sample[left]] != "") & (requested[back] > end[left])
         left, back = (each[gap & ~self.column("interrupted")[left]] for each in (left, back))
-        return left, end[left], asked[back]
+        return left, end[left], requested[back]
 
     def within(self, start: float, end: float) -> CallColumns:
         """The parts of the calls that ran between ``start`` and ``end`` (unix seconds); no part queues.

@@ -27,12 +27,12 @@ def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
         {"title": f"{side.name}: {side.run.settings.experiment}", "colour": hue(at), **drawn(side.run)}
         for at, side in enumerate(comparison.sides)
     ]
-    said, lead = findings(comparison), len(headline(comparison))
+    sentences, lead = findings(comparison), len(headline(comparison))
     return Template(_file("page.html"), autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         names=", ".join(side.name for side in comparison.sides),
         cautions=cautions(comparison),
-        lead=said[:lead],
-        findings=said[lead:],
+        lead=sentences[:lead],
+        findings=sentences[lead:],
         tools=any(of_tools for run in runs for *_, of_tools in run["lanes"]),
         separate=comparison.separate,
         tables=tables(comparison),
