@@ -25,7 +25,7 @@ from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
 DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
-Format = Literal[5]
+Format = Literal[6]
 """version of the manifest and of the state files, for any change of either"""
 
 STEP = re.compile(r"global_step_([0-9]+)")
@@ -51,7 +51,7 @@ class ListedFile(Struct, frozen=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """Lists the files of a whole checkpoint, and the facts that a resume needs."""
 
-    format: Format = 5
+    format: Format = 6
     step: int
     run: str
     """id of the run, by which trackers know it"""
