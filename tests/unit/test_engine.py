@@ -164,9 +164,12 @@ def engine_of(*, handled=True, **state):
     return AsyncMock(engine_core=core, output_processor=processor, errored=False, **state)
 
 
+@pytest.mark.parametrize("sees", [True, False])
 @pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
-async def test_kv_blocks_are_dropped_once_a_sync_unless_they_are_kept(resume_kv):
-    engine, drops = engine_of(), resume_kv == "recompute"
+async def test_kv_blocks_are_dropped_once_a_sync_unless_they_are_kept(resume_kv, sees):
+    """What a vision tower has made of images is of the old weights, too, and is kept in no case."""
+    model = SimpleNamespace(is_multimodal_model=sees)
+    engine, drops = engine_of(model_config=model), resume_kv == "recompute"
     ours = serve(engine, RecipeVLLMServer, resume_kv=resume_kv)
     await ours.hold()
     await ours.clear_kv_cache()
@@ -174,6 +177,7 @@ async def test_kv_blocks_are_dropped_once_a_sync_unless_they_are_kept(resume_kv)
     assert engine.mock_calls == [
         call.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
         *[call.reset_prefix_cache(reset_running_requests=True, reset_connector=True)] * drops,
+        *[call.reset_encoder_cache()] * sees,
         call.resume_generation(),
     ]
     engine.reset_mock()
@@ -182,12 +186,8 @@ async def test_kv_blocks_are_dropped_once_a_sync_unless_they_are_kept(resume_kv)
     assert engine.mock_calls == [
         call.engine_core.pause_scheduler_async(mode="keep", clear_cache=False),
         call.pause_generation(wait_for_inflight_requests=False, clear_cache=drops),
-        *[
-            call.reset_prefix_cache(reset_connector=True),
-            call.reset_mm_cache(),
-            call.reset_encoder_cache(),
-        ]
-        * drops,
+        *[call.reset_prefix_cache(reset_connector=True), call.reset_mm_cache()] * drops,
+        call.reset_encoder_cache(),
     ]
 
 

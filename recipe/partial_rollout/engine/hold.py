@@ -70,6 +70,10 @@ async def pause(engine: Any, *, clear_kv: bool) -> None:
     await _all_processed(engine)
     if clear_kv:
         await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    if engine.model_config.is_multimodal_model:
+        # Of the vision tower, whose weights change too. The cache of inputs depends on no weights, and emptying it while
+        # requests arrive would leave vLLM's front and core with different contents.
+        await engine.reset_encoder_cache()
 
 
 async def _all_processed(engine: Any) -> None:

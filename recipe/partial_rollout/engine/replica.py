@@ -265,13 +265,17 @@ class RecipeVLLMServer(vLLMHttpServer):
         await super().resume_engine_generation()
 
     async def clear_kv_cache(self) -> None:
-        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` everything stays.
+        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
 
-        During a hold it does nothing: the hold has dropped the blocks, and nothing has been computed since. The caches of a
-        vision tower stay in both cases: what is trained is text, which never changes the tower.
+        During a hold it does nothing: the hold has dropped everything, and nothing has been computed since. What the vision
+        tower has made of images goes in every case, because the next request for an image would get it.
         """
-        if not (self._held or self._keeps_kv):
+        if self._held:
+            return
+        if not self._keeps_kv:
             await super().clear_kv_cache()
+        elif self.node_rank == 0:
+            await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
         """Do as verl's, but keep the error of a failed weight sync."""
