@@ -131,7 +131,10 @@ def test_without_flash_attn_torchs_attention_packs_unless_told_not_to(choose, ca
 @pytest.mark.parametrize("layout", [{"vision_config": {}}, {"attn_logit_softcapping": 50.0}])
 def test_a_model_that_does_more_than_causal_attention_over_text_is_padded(choose, tmp_path, layout):
     (tmp_path / "config.json").write_text(json.dumps(layout))
-    assert in_force(choose(f"actor_rollout_ref.model.path={tmp_path}")) == ("sdpa", False)
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    assert in_force(choose(path)) == ("sdpa", False)
+    # As platform=cpu has it for every model.
+    assert in_force(choose(path, f"+{KEY}=packed")) == ("sdpa", False)
     with pytest.raises(ConfigError, match=f"{KEY}=packed: sdpa with actor_rollout_ref.model.use_remove_padding=False"):
         choose(f"+{KEY}=packed", "actor_rollout_ref.model.use_remove_padding=False")
 

@@ -22,7 +22,7 @@ def choose_attention(config: DictConfig) -> None:
     result.
 
     Raises:
-        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
+        ConfigError: flash-attn is chosen for, by name or by sequence parallelism, and is not installed.
     """
     if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
         # Megatron brings its own.
@@ -44,12 +44,13 @@ def choose_attention(config: DictConfig) -> None:
         installed = NAME if packs else PADDED
         if problem and chosen == FLASH:
             raise fail(f"{path}.{_ATTENTION}", chosen, f"{installed}, or null: {remedy}")
-        if problem and chosen is None:
+        if chosen == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
+            raise fail(f"{path}.{_ATTENTION}", chosen, f"{PADDED} with {path}.use_remove_padding=False")
+        # platform=cpu names the packed one for models of every kind.
+        if (problem and chosen is None) or (chosen == NAME and not packs):
             OmegaConf.update(config, f"{path}.{_ATTENTION}", installed, force_add=True)
             OmegaConf.update(config, f"{path}.use_remove_padding", packs, force_add=True)
             fallen.append(f"{path} ({installed})")
-        elif chosen == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
-            raise fail(f"{path}.{_ATTENTION}", chosen, f"{PADDED} with {path}.use_remove_padding=False")
         if problem or chosen not in (None, FLASH):
             # verl implements sequence parallelism for flash-attn; others silently attend within their own piece.
             for key in (f"{engine}{part}.{_SEQUENCE_PARALLEL}" for engine in engines for part in ("", ".fsdp_config")):
@@ -57,7 +58,8 @@ def choose_attention(config: DictConfig) -> None:
                     instead = remedy if problem else f"{path}.{_ATTENTION}=null"
                     raise fail(key, size, f"1 with any attention but {FLASH} ({instead})")
     if fallen:
-        say(f"attention of {' and '.join(fallen)}: torch's own; for verl's default, {FLASH}, {remedy}")
+        instead = f"; for verl's default, {FLASH}, {remedy}" if problem else ""
+        say(f"attention of {' and '.join(fallen)}: torch's own{instead}")
 
 
 def _is_plain(path: str) -> bool:
