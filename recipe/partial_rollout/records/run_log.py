@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct, structs
 
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, closed
 from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup, position_of
 
@@ -100,8 +101,12 @@ Uid = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")]
 
 
 def prompt_identity(row: dict[str, Any]) -> str:
-    """Identifier of a dataset row, made of its prompt and its index in the file; the same in every run and arm."""
-    digest = hashlib.sha1(repr(list(row.get("raw_prompt", []))).encode()).hexdigest()[:12]
+    """Identifier of a dataset row, made of its prompt and its index in the file; the same in every run and arm.
+
+    Images count by the bytes of their files.
+    """
+    # noPR has them opened, and the repr of an opened image is its address.
+    digest = hashlib.sha1(repr(list(closed(row.get(MESSAGES, [])))).encode()).hexdigest()[:12]
     # A lone surrogate, which a row may hold, has no UTF-8.
     return f"{row.get('index', 0)}-{digest}".encode(errors="backslashreplace").decode()
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from recipe.partial_rollout.checkpoint.row_images import closed_row
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import Prompt
 
@@ -102,7 +103,7 @@ class PromptSource:
             self._epoch += 1
             self._position = 0
             return
-        self._rows.extend(rows_of(batch))
+        self._rows.extend(map(closed_row, rows_of(batch)))
 
 
 _TENSOR = "tensor of"
