@@ -193,3 +193,13 @@ def keep_weights(module: Any) -> None:
     @around(module, "dispatch_cpu_unquantized_gemm")
     def dispatch_cpu_unquantized_gemm(vllms: Any, layer: Any, remove_weight: bool) -> None:
         vllms(layer, remove_weight=False)
+
+
+def name_operators(module: Any) -> None:
+    """Have torchvision (``module``: ``torchvision.extension``) import without its compiled operators.
+
+    PyPI's build for Linux is CUDA's, whose operators do not load beside a CPU build of torch. Image processors use none of
+    them, yet the import ends where one has no name. It may go when PyPI's build loads.
+    """
+    if not module._has_ops():
+        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

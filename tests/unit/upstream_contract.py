@@ -74,15 +74,24 @@ verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
     has: config llm_client teacher_client reward_loop_worker_handles agent_loop_workers agent_loop_workers_class
         __init__ generate_sequences
     calls: _performance_metrics(metrics, output)
-verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_manager
+verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_manager pictures
     has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
         reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score _postprocess
-verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed
+        mm_processor_kwargs _get_mm_processor_kwargs
+    calls: _compute_multi_modal_inputs(output, input_ids)
+        _compute_position_ids(input_ids, attention_mask, multi_modal_inputs)
+verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed pictures
     has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
         multi_modal_data
-verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed whole_prompts
+verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed whole_prompts pictures
     has: __init__ run
-    calls: _cap_text_prompt_length(prompt_ids)
+    calls: _cap_text_prompt_length(prompt_ids) process_multi_modal_info(messages)
+    reads: processor dataset_cls data_config
+verl.utils.tokenizer.tokenizer <- rows pictures
+    calls: build_multimodal_processor_inputs(processor, *, text, images, mm_processor_kwargs)
+        get_processor_token_id(processor, token_name)
+verl.utils.dataset.rl_dataset <- pictures
+    calls: get_dataset_class(data_config)
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
@@ -176,9 +185,9 @@ torch.distributed <- cpu
     calls: init_process_group(backend)
 # vLLM
 vllm.v1.engine.async_llm:AsyncLLM <- hold replica vllm_plugin
-    has: output_processor engine_core vllm_config errored dead_error
-    calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
-        internal) generate(*, prompt, sampling_params, request_id, lora_request, priority)
+    has: output_processor engine_core vllm_config model_config errored dead_error
+    calls: check_health() reset_encoder_cache() add_request(request_id, prompt, params, *, lora_request, priority)
+        abort(request_id, *, internal) generate(*, prompt, sampling_params, request_id, lora_request, priority)
         reset_prefix_cache(*, reset_running_requests, reset_connector)
 vllm.v1.engine.output_processor:RequestOutputCollector <- replica
     has: request_id

@@ -16,7 +16,7 @@ import datasets.config
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
@@ -33,6 +33,7 @@ _LEAST_MIB = 64
 """a bucket for small models, and for one that cannot be built here"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
+INSTALL_IMAGES = "pip install --no-deps qwen-vl-utils==0.0.14"
 MODEL = "actor_rollout_ref.model.path"
 _CACHE = Path(datasets.config.HF_DATASETS_CACHE)
 
@@ -128,7 +129,9 @@ def without_weights(config: DictConfig) -> torch.nn.Module:
     try:
         layout = AutoConfig.from_pretrained(model.path, **remote)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(layout, **remote)
+            seeing = type(layout) in AutoModelForImageTextToText._model_mapping
+            kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+            return kind.from_config(layout, **remote)
     except Exception:
         return torch.nn.Module()
 
@@ -161,12 +164,12 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     """An error for each package that ``config`` needs and this environment lacks."""
     for module, key, value, brought_by in PACKAGES:
         given = at(config, key)
-        if value in (given if OmegaConf.is_list(given) else [given]) and not _is_installed(module):
+        if value in (given if OmegaConf.is_list(given) else [given]) and not is_installed(module):
             words = f"which is not installed, or hidden by a folder ./{module}: `{brought_by}` brings it"
             yield fail(key, value, f"another, or the package {module}, {words}")
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether Python finds ``module``, and not a folder of that name here, such as one with a tracker's files."""
     spec = find_spec(module)
     return spec is not None and Path.cwd() not in [Path(each).parent for each in spec.submodule_search_locations or ()]

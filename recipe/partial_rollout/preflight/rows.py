@@ -1,9 +1,10 @@
-"""Check the rows of the data: the columns that loops and rewards read, prompts that reach the model whole, and what a
-checkpoint can hold.
+"""Check the rows of the data: the columns that loops and rewards read, prompts that reach the model whole, their images,
+and what a checkpoint can hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -11,23 +12,34 @@ from io import StringIO
 from typing import Any
 
 import numpy as np
+import psutil
+import pyarrow.parquet
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.chat_template import apply_chat_template
+from verl.utils.tokenizer.tokenizer import build_multimodal_processor_inputs
 
 from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, closed_row, kinds_of
 from recipe.partial_rollout.config.keys import fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight.inputs import INSTALL_IMAGES, is_installed
 from recipe.partial_rollout.preflight.rule import at
 from recipe.partial_rollout.preflight.user_code import agent_loops
+from recipe.partial_rollout.worker.pictures import SEES, Pictures
 
 _LOOP = "agent_name"
 """column that names a row's agent loop"""
 _VERLS_LOOPS = {"single_turn_agent", "tool_agent"}
 _ROWS = 256
 """rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
+_SEEN = 16
+"""rows of these whose images are processed, at up to 0.1 s a megapixel"""
+_PIXEL_COPIES = 3
+"""of a batch's pixels on the driver's node: in the driver, in Ray's store, and with trainers that run there"""
+_GIB = 2**30
 
 
 def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = None, **changes: Any) -> Any:
@@ -39,8 +51,21 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     data: Any = OmegaConf.merge(config.data, changes)
     key = "data.custom_cls.path" if data.custom_cls.path else f"data.{split}_files"
     files, most = data[f"{split}_files"], data.get(f"{split}_max_samples", -1)
+    if processor is not None and not is_installed("qwen_vl_utils") and _has_column(files, data.image_key):
+        # verl would leave every such row out.
+        words = (
+            f"rows without images, or the package qwen_vl_utils, which is not installed: `{INSTALL_IMAGES}` brings it"
+        )
+        raise fail(f"data.{split}_files", files, words)
     with refusing(key, at(config, key), "files, or a class of data.custom_cls, that verl can make a dataset of"):
         return create_rl_dataset(files, data, tokenizer, processor, is_train=split == "train", max_samples=most)
+
+
+def _has_column(files: Any, column: str) -> bool:
+    """Whether one of the parquet files among ``files`` has ``column``."""
+    names = [files] if isinstance(files, str) else files
+    found = (name for name in names if str(name).endswith(".parquet"))
+    return any(column in pyarrow.parquet.read_schema(name).names for name in found)
 
 
 def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
@@ -91,6 +116,8 @@ def check_rows(
 ) -> None:
     """Refuse rows that verl cannot read, whose prompt does not reach the model whole, or that no checkpoint can hold.
 
+    Under partial rollout refuse media other than images, and images whose batch does not fit into this machine's memory.
+
     Args:
         dataset: of the files that ``key`` names.
         renderer: the processor or tokenizer that has the chat template.
@@ -104,20 +131,59 @@ def check_rows(
         f"rows whose {config.data.prompt_key} is a list of messages, each with a role and a content that the chat template "
         "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
     )
+    pixels: list[int] = []
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
         with refusing(key, value, f"{words}; row {numbers[i]} is not"):
             row = dataset[i]
+            kinds = kinds_of(row.get(MESSAGES))
+            if "image" in kinds and len(pixels) < _SEEN:
+                pixels.append(_checked_pixels(config, dataset, row, renderer))
             verls = row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS
             # A loop of the user's own may read other columns, or a prompt of another kind.
             if verls or _are_messages(row.get("raw_prompt")):
                 _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
             if verls:
                 int(row.get("priority", 0))
+        if settings.enable and (others := kinds & {"video", "audio"}):
+            words = (
+                f"rows of text and images under partial_rollout.enable=True; row {numbers[i]} has {', '.join(others)}"
+            )
+            raise fail(key, value, words)
+        if settings.enable and "image" in kinds and not hasattr(renderer, "get_rope_index"):
+            allowed = f"{SEES}, whose images partial rollout trains; partial_rollout.enable=False trains others"
+            raise fail("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, allowed)
         try:
-            pack({column: value for column, value in row.items() if saved and not isinstance(value, torch.Tensor)})
+            kept = closed_row(row) if saved else {}
+            pack({column: value for column, value in kept.items() if not isinstance(value, torch.Tensor)})
         except UnsaveableError as error:
             remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
             raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
+    if settings.enable and pixels:
+        _check_memory(key, value, config.data.train_batch_size * float(np.mean(pixels)))
+
+
+def _checked_pixels(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> int:
+    """Bytes of the images of ``row`` for the model; raises where verl does, or where they take too many tokens."""
+    made = processed(config, dataset, row, processor)
+    if (tokens := len(made["input_ids"][0])) > (most := config.actor_rollout_ref.rollout.prompt_length):
+        raise ValueError(f"its prompt has {tokens:,} tokens with its images, and rollout.prompt_length={most:,}")
+    return made["pixel_values"].nbytes
+
+
+def processed(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> Any:
+    """What the processor makes of the prompt of ``row``, which shows images: ``input_ids`` [1, L], ``pixel_values``, ..."""
+    images = asyncio.run(Pictures(config, processor.tokenizer, processor).of_row(dict(row)))
+    text = [rendering_of(config, dataset, row, processor)]
+    kwargs = config.data.get("mm_processor_kwargs")
+    return build_multimodal_processor_inputs(processor, text=text, images=images, mm_processor_kwargs=kwargs)
+
+
+def _check_memory(key: str, value: Any, batch: float) -> None:
+    """Raise ``ConfigError`` where the pixels of a batch, ``batch`` bytes, do not fit into what is free of this machine."""
+    needed, free = _PIXEL_COPIES * batch / _GIB, psutil.virtual_memory().available / _GIB
+    if needed > free:
+        words = f"smaller images, or fewer prompts a batch: the pixels of one take {needed:.1f} GiB here, and"
+        raise fail(key, value, f"{words} {free:.1f} GiB are free (docs/own_job.md#images)")
 
 
 def file_rows(dataset: Any) -> Sequence[int]:

@@ -12,11 +12,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipe.partial_rollout import preflight
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, has_images
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
-from recipe.partial_rollout.preflight.rows import dataset_of, file_rows, rendering_of
+from recipe.partial_rollout.preflight.rows import dataset_of, file_rows, processed, rendering_of
 from recipe.partial_rollout.preflight.rule import replica_devices
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.tools.check import machine
@@ -161,8 +162,11 @@ def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
 
 
 def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[int]:
-    """Tokens of the prompt of ``row``; an image counts as the one token that stands for it."""
-    rendering = rendering_of(config, dataset, dataset[row], checked.processor or checked.tokenizer)
+    """Tokens of the prompt of ``row``, with those that stand for its images."""
+    content = dataset[row]
+    if has_images(content.get(MESSAGES)):
+        return processed(config, dataset, content, checked.processor)["input_ids"][0].tolist()
+    rendering = rendering_of(config, dataset, content, checked.processor or checked.tokenizer)
     return checked.tokenizer.encode(rendering, add_special_tokens=False)
 
 
