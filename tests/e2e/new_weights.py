@@ -24,3 +24,15 @@ class NewWeights:
         for weights in norms:
             weights.data.mul_(factor)
         return len(norms)
+
+    def scale_tower(self, factor: float) -> int:
+        """As ``scale_tower`` below, of the engine's model."""
+        return scale_tower(self.model_runner.model, factor)
+
+
+def scale_tower(model, factor: float) -> int:
+    """Multiply the weights of all norms of a vision tower by ``factor``; their number. vLLM's names are transformers'."""
+    norms = [weights for name, weights in model.named_parameters() if "visual" in name and "norm" in name]
+    for weights in norms:
+        weights.data.mul_(factor)
+    return len(norms)

@@ -115,6 +115,16 @@ def with_masked(output, *rewards, masked, tokens=2):
     return assemble([replace(group, outputs=(*good, *[gone] * masked))])
 
 
+def test_masked_sample_has_no_prompt_that_shows_images(output):
+    """Its micro-batch would have the tokens of a sibling's image and no pixels, and the update would die."""
+    (group,) = groups(output, count=1)
+    shows = replace(group.outputs[0], images=(0,))
+    gone = masked_output([], "its tool raised")
+    for siblings, prompt in (((shows, shows), [0, 0]), ((shows, group.outputs[1]), [3, 4])):
+        data = assemble([replace(group, outputs=(*siblings, gone))])
+        assert data.batch["prompts"][2, -2:].tolist() == prompt
+
+
 def test_masked_sample_trains_no_token_and_has_no_reward(output):
     data = with_masked(output, 1.0, 0.0, masked=1)
     row = data.batch[2]

@@ -243,7 +243,10 @@ OWN = [1] * 5 + [0]
         (lambda ids: output_of(PROMPT, ids[:2]), None),
         (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
         (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": None, "videos": []}), None),
-        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": ["a"]}), "has multi-modal data (images)"),
+        (
+            lambda ids: output_of(PROMPT, ids, multi_modal_data={"videos": ["a"]}),
+            "shows videos: partial rollout trains",
+        ),
         (lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}), "TypeError: int()"),
         (lambda ids: output_of(PROMPT, []), None),
     ],

@@ -109,11 +109,11 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
     assert len(made.response_ids) == len(made.log_probs) == len(made.versions) <= response_length
 
 
-def played(*turns):
-    """A sample whose engine calls had ``turns`` (prompt, version, tokens)."""
+def played(*turns, images=()):
+    """A sample whose engine calls had ``turns`` (prompt, version, tokens), each with ``images``."""
     sample = live_sample(SlotProvider())
     for prompt, version, tokens in turns:
-        turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest())
+        turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest(), images=images)
         if tokens:
             log_probs = np.float32(log_probs_of(tokens, version))
             sample.add(turn, Segment(np.array(tokens, np.int32), log_probs, version, "stop"))
@@ -172,3 +172,15 @@ def test_token_counts_for_the_call_that_made_it_in_its_place(turns, response, ma
 def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
     with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*"):
         sample_output(played((prompt, 1, [5, 6])), output_of(P, response, mask, response_logprobs=log_probs), 10**6)
+
+
+@pytest.mark.parametrize("trained", [(b"red", b"blue"), (b"blue",), ()])
+def test_answer_to_other_images_is_not_of_the_context_that_is_trained(trained):
+    """Images of one size have the same tokens."""
+    sample, output = played((P, 1, [5, 6]), images=(b"red",)), output_of(P, [5, 6], [1, 1])
+    if trained[:1] == (b"red",):
+        # A tool's image came after the answer.
+        assert sample_output(sample, output, 10**6, trained).versions.tolist() == [1, 1]
+    else:
+        with pytest.raises(RuntimeError, match=r"after another context: .*, images included"):
+            sample_output(sample, output, 10**6, trained)

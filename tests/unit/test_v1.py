@@ -212,12 +212,21 @@ def test_rounds_go_on_in_the_next_epoch_until_the_data_has_ended(buffer):
         made.it.sample(3, "train", 2)
 
 
-@pytest.mark.parametrize("key", ["routed_experts", "position_ids"])
-def test_tensors_that_the_rows_would_not_have_are_refused_by_name(key):
+def test_tensors_that_the_rows_would_not_have_are_refused_by_name():
     batch = batch_of((7, 5))
-    batch.batch[key] = torch.zeros(len(batch), 3, PROMPT + RESPONSE)
-    with pytest.raises(ValueError, match=f"{key}: .*trainer.use_v1=False"):
+    batch.batch["routed_experts"] = torch.zeros(len(batch), 3, PROMPT + RESPONSE)
+    with pytest.raises(ValueError, match=r"routed_experts: .*trainer.use_v1=False"):
         rounds.rows_of(batch)
+
+
+def test_row_of_a_model_that_sees_has_its_images_and_four_positions_a_token():
+    batch = batch_of((7, "empty"))
+    batch.batch["position_ids"] = torch.arange(PROMPT + RESPONSE).expand(len(batch), 4, -1)
+    batch.non_tensor_batch["multi_modal_inputs"][0] = pixels = {"pixel_values": torch.ones(4, 8)}
+    full, empty, *_ = rounds.rows_of(batch)
+    assert full["multi_modal_inputs"] is pixels and empty["multi_modal_inputs"] == {}
+    assert full["position_ids"].tolist() == [[*range(PROMPT - 5, PROMPT + 7)]] * 4
+    assert empty["position_ids"].shape == (4, 6) == (4, len(empty["input_ids"]))
 
 
 def test_a_controller_that_no_longer_answers_ends_the_wait_by_name(monkeypatch):

@@ -101,6 +101,8 @@ class SampleOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     """whether this replaces a sample that has used up its retries: mask all 0, no reward, ``prompt_ids`` empty"""
+    images: tuple[int | bytes, ...] = ()
+    """that its tokens show, in order: one of the row's by its place there, one that the loop made as a PNG file"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}

@@ -11,15 +11,16 @@ responses          [B, R]    int64   right-padded, generated and tool tokens
 response_mask      [B, R]    int64   1 where the model generated the token
 input_ids          [B, P+R]  int64   prompts then responses
 attention_mask     [B, P+R]  int64   1 where there is a token
-position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``
+position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``; of a model that sees: [B, 4, P+R]
 rollout_log_probs  [B, R]    float32 under the version that sampled each token; 0 elsewhere
 rollout_versions   [B, R]    int32   policy version of each generated token; -1 elsewhere
 rm_scores          [B, R]    float32 the score at the last generated token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
 Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
-``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (empty),
-the reward's extra information and the agent loop's extra fields.
+``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (what
+``batch_images`` makes of a sample's images; empty where it shows none), the reward's extra information and the agent loop's
+extra fields.
 Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
 """
 
@@ -41,6 +42,7 @@ from verl.protocol import DataProto
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.ray_utils import auto_await
 
+from recipe.partial_rollout.checkpoint.row_images import opened_row
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.driver import on_this_node
@@ -48,11 +50,13 @@ from recipe.partial_rollout.rollout.guard import watch_round
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, report_failed
 from recipe.partial_rollout.rollout.stop import StopSignals
+from recipe.partial_rollout.training.batch_images import add_images
 from recipe.partial_rollout.training.reward_info import info_columns, objects, on_generated_tokens, spread_infos
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
+from recipe.partial_rollout.worker.pictures import Pictures
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
@@ -82,6 +86,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         on_batch: Callable[[DataProto, int], None],
         pad_id: int,
         driver: Any,
+        pictures: Pictures | None = None,
     ) -> None:
         """Record the run; call it once, after the workers are up.
 
@@ -91,9 +96,10 @@ class ObservedAgentLoopManager(AgentLoopManager):
             on_batch: called with each batch for training and its step.
             pad_id: token id of the padding.
             driver: PR's ``Driver``, which has the batches; None under noPR.
+            pictures: of a model that sees; None for any other, and under noPR.
         """
         self.recorder, self._steps, self._stop = recorder, steps, stop
-        self.on_batch, self._pad_id, self._driver = on_batch, pad_id, driver
+        self.on_batch, self._pad_id, self._driver, self._pictures = on_batch, pad_id, driver, pictures
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -195,6 +201,8 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         rollout = self.config.actor_rollout_ref.rollout
         uids = prompts.non_tensor_batch["uid"][:: rollout.n]
         batch = assemble_batch(groups, uids, rollout.prompt_length, rollout.response_length, self._pad_id)
+        if self._pictures is not None:
+            await add_images(batch, groups, self._pictures)
         self.on_batch(batch, step)
         timings = [AgentLoopMetrics.model_validate(o.metrics).model_dump() for group in groups for o in group.outputs]
         batch.meta_info["timing"] = self._performance_metrics([timings], batch)
@@ -245,7 +253,8 @@ def _non_tensors(
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.
     kept = [key for key in rows[0] if key in _SCORED_BY or not scored]
-    fields = {key: objects([deepcopy(row[key]) for row in rows]) for key in kept}
+    own = [opened_row(deepcopy({key: row[key] for key in kept})) for row in rows]
+    fields = {key: objects([row[key] for row in own]) for key in kept}
     loop_keys = {key for output in outputs for key in output.extra_fields} | set(_LIST_FIELDS)
     fields.update({key: objects([o.extra_fields.get(key) for o in outputs]) for key in sorted(loop_keys, key=str)})
     fields.update(infos)
@@ -258,9 +267,11 @@ def _non_tensors(
 def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[SampleOutput, ...]:
     """Give masked ``outputs`` of a group a sibling's prompt, and cut them to the width of the batch.
 
-    The turns of a sample that failed may have made more tokens than a response holds.
+    The turns of a sample that failed may have made more tokens than a response holds. A prompt that shows images is no
+    other sample's: it would bring their tokens, and no pixels.
     """
-    prompt = next((output.prompt_ids for output in outputs if not output.masked), np.zeros(1, np.int32))
+    prompts = (output.prompt_ids for output in outputs if not (output.masked or output.images))
+    prompt = next(prompts, np.zeros(1, np.int32))
     parts = ("response_ids", "response_mask", "log_probs", "versions")
     return tuple(
         replace(output, prompt_ids=prompt, **{part: getattr(output, part)[:response_length] for part in parts})

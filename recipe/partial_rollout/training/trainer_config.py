@@ -22,7 +22,7 @@ def choose_attention(config: DictConfig) -> None:
     result.
 
     Raises:
-        ConfigError: flash-attn is chosen for, by name or by sequence parallelism, and is not installed.
+        ConfigError: flash-attn is asked for, by name or by sequence parallelism, and is not installed.
     """
     if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
         # Megatron brings its own.

@@ -45,6 +45,7 @@ from recipe.partial_rollout.training.step_log import StepLog, last_lines
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import ERROR_LOG
+from recipe.partial_rollout.worker.pictures import Pictures
 from verl_ext.standalone_engines import standalone_engines
 from verl_ext.tracking_observer import observed_tracking
 
@@ -179,6 +180,7 @@ class TrainerRun(_VerlsTrainer):
                 trainers=self.actor_rollout_wg.workers,
                 stop=self.stop,
             )
+        pictures = Pictures(self.config, self.tokenizer, self.processor)
         rollout.connect(
             recorder,
             self.steps,
@@ -186,6 +188,7 @@ class TrainerRun(_VerlsTrainer):
             on_batch=partial(self.step_log.show, tokenizer=self.tokenizer),
             pad_id=self.tokenizer.pad_token_id,
             driver=self.driver,
+            pictures=pictures if settings.enable and pictures.known else None,
         )
         self.checkpoint_manager = RecipeCheckpointManager(
             self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None

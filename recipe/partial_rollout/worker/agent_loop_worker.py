@@ -16,9 +16,10 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ray import cloudpickle
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.utils.rollout_trace import rollout_trace_attr
 
+from recipe.partial_rollout.checkpoint.row_images import digest, opened_row
 from recipe.partial_rollout.config.settings import FilterSettings, Placement
 from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import check_saveable
@@ -36,6 +38,7 @@ from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
+from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from recipe.partial_rollout.worker.tool_deadline import timed
 
 _THREADS = 2**20
@@ -74,6 +77,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._filter = FilterSettings.from_config(self.config)
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
+        self._pictures = Pictures(self.config, self.tokenizer, self.processor)
 
     def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], offset: float = 0.0) -> None:
         """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
@@ -127,7 +131,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     async def _run_leased(self, sample: LiveSample) -> SampleOutput:
         # Samples of a group share their row, and a loop or its reward may write into it.
         lease = sample.lease
-        output = await self._trained(sample, {**deepcopy(lease.row), "uid": lease.group_uid})
+        output = await self._trained(sample, {**opened_row(deepcopy(lease.row)), "uid": lease.group_uid})
         if self.config.trainer.save_freq > 0:
             # What a checkpoint can hold can be sent, too.
             check_saveable(sample.id, output)
@@ -155,17 +159,18 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         with rollout_trace_attr(trace=False):
             output = await self._run_loop(make, params, row, client, self._timed_tools(sample.clock))
         sample.ended = True
-        given = (output.multi_modal_data or {}).items()
-        if shown := [kind for kind, data in given if data is not None and (not isinstance(data, list) or data)]:
-            raise ValueError(
-                f"sample {sample.id} has multi-modal data ({', '.join(shown)}): "
-                f"partial rollout trains text only; set partial_rollout.enable=False"
-            )
+        images = images_in(output, sample.id)
         with sample.clock.stopped():
             await self._score(output, row, on_rescore=self._claims.outbox.record_rescored)
         # The row has it.
         output.extra_fields.pop("raw_prompt", None)
-        return sample_output(sample, output, self.vocabulary)
+        digests = tuple(map(digest, images))
+        trained = sample_output(sample, output, self.vocabulary, digests)
+        if not images:
+            return trained
+        await asyncio.to_thread(self._pictures.check, trained, images)
+        own = await self._pictures.of_row(sample.lease.row)
+        return replace(trained, images=kept(images, digests, own))
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
         """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
@@ -182,11 +187,14 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 # -- tokens and the calls that made them --------------------------------------------------------------------------------
 
 
-def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) -> SampleOutput:
+def sample_output(
+    sample: LiveSample, output: AgentLoopOutput, vocabulary: int, images: Sequence[bytes] = ()
+) -> SampleOutput:
     """Return ``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
 
     Args:
         vocabulary: token ids that the model can read.
+        images: digests of the images of ``output``.
 
     Raises:
         RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's; or the
@@ -207,7 +215,9 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
         given = np.asarray(output.response_logprobs, dtype=np.float32)
         if given.shape != response_ids.shape:
             raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
-    versions, log_probs = _align(sample, prompt_ids, response_ids, mask.astype(bool), given)
+    # An answer to other images is one to another context, whatever the tokens.
+    seen = [turn for turn in sample.turns if turn.images == tuple(images[: len(turn.images)])]
+    versions, log_probs = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)
     extra = dict(output.extra_fields)
     return SampleOutput(
         prompt_ids=prompt_ids,
@@ -226,6 +236,7 @@ def sample_output(sample: LiveSample, output: AgentLoopOutput, vocabulary: int) 
 
 def _align(
     sample: LiveSample,
+    turns: list[Turn],
     prompt_ids: np.ndarray,
     response_ids: np.ndarray,
     generated: np.ndarray,
@@ -233,14 +244,14 @@ def _align(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where not generated.
 
-    Where several calls made a token in its place, the log-probs that the loop has ``given`` [R] decide, then the longer
-    prompt, then the order of calls.
+    One of ``turns`` made each. Where several made a token in its place, the log-probs that the loop has ``given`` [R]
+    decide, then the longer prompt, then the order of calls.
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)
     made, known = np.zeros((2, len(response_ids)), bool)
     owners = np.full(len(response_ids), -1)
-    for turn, start, length in _in_place(sample.turns, prompt_ids, response_ids):
+    for turn, start, length in _in_place(turns, prompt_ids, response_ids):
         place, engines = slice(start, start + length), turn.log_probs[:length]
         fits = generated[place] if given is None else generated[place] & (given[place] == engines)
         versions[place][fits], log_probs[place][fits] = turn.versions[:length][fits], engines[fits]
@@ -251,7 +262,7 @@ def _align(
         raise _refusal(
             sample,
             f"{int(unmade.sum())} tokens as generated that no engine call made in their place. If one did, it was after "
-            f"another context: a loop may not rewrite, cut or summarise the context that is trained",
+            f"another context: a loop may not rewrite, cut or summarise the context that is trained, images included",
         )
     if not known[generated].all():
         raise _refusal(sample, "log-probs that are not the engine's")

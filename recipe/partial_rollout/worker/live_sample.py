@@ -105,7 +105,7 @@ def context_hash(tokens: np.ndarray | None = None) -> hashlib.blake2b:
 
 
 def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
-    """Digest of an engine call's request: its ``context_hash`` and its sampling parameters."""
+    """Digest of an engine call's request: the digests of its context and its images, and its sampling parameters."""
     params = repr(sorted(sampling_params.items()))
     return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
 
@@ -150,6 +150,8 @@ class Turn:
     segments: list[Segment]
     unlike: str = ""
     """sampling parameter that keeps its tokens from being trained (``llm_client.unlike_training``); "" if none does"""
+    images: tuple[bytes, ...] = ()
+    """digests of the images that its prompt shows"""
 
     def __len__(self) -> int:
         return sum(map(len, self.segments))
@@ -245,14 +247,21 @@ class LiveSample:
         first = min((segment.version for segment in self.segments), default=-1)
         return first if first >= 0 else None
 
-    def start_turn(self, start: int, context: bytes = b"", request_digest: str = "", unlike: str = "") -> Turn:
+    def start_turn(
+        self,
+        start: int,
+        context: bytes = b"",
+        request_digest: str = "",
+        unlike: str = "",
+        images: tuple[bytes, ...] = (),
+    ) -> Turn:
         """Begin a turn after ``start`` tokens.
 
         The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
         under another context for any other call.
         """
         # Number 0 is kept for the turn whose tokens are known.
-        turn = Turn(len(self.turns) + bool(self._known), start, context, request_digest, [], unlike)
+        turn = Turn(len(self.turns) + bool(self._known), start, context, request_digest, [], unlike, images)
         if self._known and self._known[0].request_digest == request_digest:
             turn.number, turn.segments, self._known = 0, self._known, []
         self.turns.append(turn)

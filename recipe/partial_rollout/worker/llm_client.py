@@ -30,6 +30,7 @@ import numpy as np
 from verl.utils.tokenizer.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.partial_rollout.checkpoint.row_images import digest
 from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
@@ -209,7 +210,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         known = sample.turns[-1].start + len(sample.turns[-1]) if sample.turns else 0
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
-        turn = sample.start_turn(len(prompt), context, digest_of(context, sampling_params), unlike)
+        images = tuple(map(digest, kwargs.get("image_data") or ()))
+        asked = digest_of(b"".join([context, *images]), sampling_params)
+        turn = sample.start_turn(len(prompt), context, asked, unlike, images)
         last = await self._complete(sample, turn, prompt_ids, params, min(known, len(prompt)), kwargs)
         return self._merge(turn.segments, last)
 

@@ -100,10 +100,7 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     Raises:
         ValueError: the batch has a tensor that would be lost.
     """
-    unknown = sorted(set(batch.batch.keys()) - _MADE_OF)
-    if batch.batch["position_ids"].dim() > 2:
-        unknown.append("position_ids")
-    if unknown:
+    if unknown := sorted(set(batch.batch.keys()) - _MADE_OF):
         raise ValueError(
             f"{', '.join(unknown)}: the recipe's batches under v1 have no such tensor (trainer.use_v1=False)"
         )
@@ -116,7 +113,11 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
         prompt, response = batch.batch["prompts"][i, width - size :], batch.batch["responses"][i, :length]
         row = {key: batch.batch[key][i, :length] for key in _OF_RESPONSE if key in batch.batch.keys()}  # noqa: SIM118
         row |= {"prompts": prompt, "responses": response, "loss_mask": row["response_mask"]}
-        row |= {"input_ids": torch.cat([prompt, response]), "position_ids": torch.arange(size + length)}
+        positions = torch.arange(size + length)
+        if batch.batch["position_ids"].dim() > 2:
+            # Of a model that sees: [4, size + length].
+            positions = batch.batch["position_ids"][i, :, width - size : width + length]
+        row |= {"input_ids": torch.cat([prompt, response]), "position_ids": positions}
         row |= {"multi_modal_inputs": {}, **{key: values.pop(key) for key in _COLUMNS if key in values}}
         row |= {"num_turns": int(values.pop("__num_turns__")), "extra_fields": values}
         rows.append(row)

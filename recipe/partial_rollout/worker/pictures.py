@@ -1,0 +1,110 @@
+"""The images of a sample: from its agent loop to the trainer.
+
+A finished sample names those of its row by their places there, and brings along only those that its loop made. Pixels are
+made of them where they are read, so neither a report nor Ray's store nor a checkpoint has any: 24 MiB a megapixel, as
+verl's trainer takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorker
+from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.tokenizer.tokenizer import get_processor_token_id
+
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, opened_row, png
+from recipe.partial_rollout.manager.types import SampleOutput
+
+SEES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V or GLM-4.6V"
+"""models whose positions verl makes of images"""
+
+
+class Pictures:
+    """Makes of images what verl's trainer reads, by the code of verl's own agent-loop worker.
+
+    Args:
+        config: the whole one.
+        tokenizer, processor: of the model; a model without a processor shows no images.
+    """
+
+    _compute_multi_modal_inputs = AgentLoopWorker._compute_multi_modal_inputs
+    _compute_position_ids = AgentLoopWorker._compute_position_ids
+    _get_mm_processor_kwargs = AgentLoopWorker._get_mm_processor_kwargs
+
+    def __init__(self, config: Any, tokenizer: Any, processor: Any) -> None:
+        self.tokenizer, self.processor = tokenizer, processor
+        self.mm_processor_kwargs = config.data.get("mm_processor_kwargs", {})
+        self._loop: Any = SimpleNamespace(
+            processor=processor, dataset_cls=get_dataset_class(config.data), data_config=config.data
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether the model is one of ``SEES``."""
+        return hasattr(self.processor, "get_rope_index")
+
+    async def of_row(self, row: dict[str, Any]) -> list[Image.Image]:
+        """The images of a dataset row, in the order of its messages, as an agent loop gets them from verl's dataset."""
+        messages = opened_row(row).get(MESSAGES)
+        if not has_images(messages):
+            return []
+        found: dict[str, Any] = await AgentLoopBase.process_multi_modal_info(self._loop, [*messages])
+        return found.get("images") or []
+
+    def inputs(self, images: Sequence[Image.Image], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model takes of ``images``, shown by the tokens ``ids`` [1, L].
+
+        ``pixel_values`` [patches, values of a patch], ``image_grid_thw`` [images, 3], ``images_seqlens`` [images], and
+        ``mm_token_type_ids``, which only ``positions`` reads.
+        """
+        shown: Any = SimpleNamespace(multi_modal_data={"images": [*images] or None}, mm_processor_kwargs=None)
+        return self._compute_multi_modal_inputs(shown, ids)
+
+    def positions(self, ids: torch.Tensor, mask: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Position ids [1, 4, L] of ``ids`` and their attention ``mask`` [1, L]: of the text, and three of the images."""
+        # verl takes a part out of the dictionary.
+        return self._compute_position_ids(ids, mask, dict(inputs))
+
+    def check(self, output: SampleOutput, images: Sequence[Image.Image]) -> None:
+        """Raise for a sample whose tokens have no place for its images. In a batch it would fail all others."""
+        if not self.known:
+            raise ValueError(f"partial rollout trains images of {SEES}: set partial_rollout.enable=False")
+        ids = torch.from_numpy(np.concatenate([output.prompt_ids, output.response_ids]))[None].long()
+        patches = self.inputs(images, ids)["image_grid_thw"].prod(dim=1).sum()
+        needed = int(patches) // self.processor.image_processor.merge_size**2
+        found = int((ids == get_processor_token_id(self.processor, "image")).sum())
+        if found != needed:
+            raise RuntimeError(
+                f"{found} tokens of the sample stand for images, and its {len(images)} images take {needed}"
+            )
+
+
+def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
+    """The images that ``output`` of an agent loop shows.
+
+    Raises:
+        ValueError: it has other media, or images that are not PIL's.
+    """
+    given = {kind: data if isinstance(data, list) else [data] for kind, data in (output.multi_modal_data or {}).items()}
+    images = [each for each in given.pop("images", []) if each is not None]
+    others = [kind for kind, data in given.items() if any(each is not None for each in data)]
+    if others or not all(isinstance(image, Image.Image) for image in images):
+        raise ValueError(
+            f"sample {sample_id} shows {', '.join(others) or 'images that are not PIL.Image'}: partial rollout trains text "
+            "and images of PIL; set partial_rollout.enable=False"
+        )
+    return images
+
+
+def kept(
+    images: Sequence[Image.Image], digests: Sequence[bytes], own: Sequence[Image.Image]
+) -> tuple[int | bytes, ...]:
+    """What ``SampleOutput.images`` keeps of ``images``, of which ``own`` are the row's."""
+    places = {digest(image): place for place, image in enumerate(own)}
+    return tuple(places[mark] if mark in places else png(image) for image, mark in zip(images, digests, strict=True))

@@ -1,0 +1,169 @@
+"""Images of rows: as bytes while a prompt is in flight, the same for both arms, and one copy of their pixels a group."""
+
+import asyncio
+import io
+import pickle
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
+from recipe.partial_rollout.checkpoint.row_images import closed_row, digest, opened_row, png
+from recipe.partial_rollout.manager.policies import masked_output
+from recipe.partial_rollout.manager.types import Segment, TakenGroup
+from recipe.partial_rollout.records.run_log import prompt_identity
+from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
+from recipe.partial_rollout.training.batch_images import add_images
+from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
+from tests.tiny_vlm import build, file_of, picture
+
+
+def opened(*images, file=True, text="?"):
+    """A row as verl's dataset gives it: one list of messages in two columns, with opened images."""
+    parts = []
+    for image in images:
+        data = file_of(image)
+        parts.append({"type": "image", "bytes": data, "path": None} if file else {"type": "image"})
+        parts[-1]["image"] = Image.open(io.BytesIO(data)) if file else image
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return {"prompt": messages, "raw_prompt": messages, "index": 3, "data_source": "colours"}
+
+
+def shown(row):
+    return [part["image"] for part in row["raw_prompt"][0]["content"] if part["type"] == "image"]
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_row_is_saved_and_sent_as_files_and_opened_with_the_same_pixels(file):
+    row = opened(picture("r"), picture("g", 96), file=file)
+    shut = closed_row(row)
+    assert len(pickle.dumps(shut)) < 1500 < len(pickle.dumps(row))
+    back = opened_row(unpack(pack(shut)))
+    assert [digest(image) for image in shown(back)] == [digest(picture("r")), digest(picture("g", 96))]
+    assert back["prompt"] is back["raw_prompt"] and back["index"] == 3
+    # What is in flight stays closed, and the dataset's own row opened.
+    assert "image" not in shut["raw_prompt"][0]["content"][0] and len(shown(row)) == 2
+
+
+def test_row_without_images_stays_the_same_object():
+    row = {
+        "raw_prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    }
+    assert closed_row(row) is row and opened_row(row) is row
+    assert closed_row({}) == {} and closed_row({"raw_prompt": "text"}) == {"raw_prompt": "text"}
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_prompt_has_one_identity_in_both_arms_and_another_image_another(file):
+    row = opened(picture("r"), file=file)
+    assert prompt_identity(row) == prompt_identity(deepcopy(row)) == prompt_identity(closed_row(row))
+    assert prompt_identity(row) != prompt_identity(opened(picture("g"), file=file))
+
+
+# -- with a model that sees ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+def vlm(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    build(request.param, path)
+    processor, tokenizer = hf_processor(str(path)), hf_tokenizer(str(path))
+    assert processor is not None, "torchvision is missing, or does not import"
+    data = OmegaConf.create({"custom_cls": {"path": None}, "mm_processor_kwargs": {}})
+    builder = create_continuous_token_builder(
+        tokenizer, hf_model_type=request.param, chat_template_kwargs={}, mm_processor_kwargs={}, processor=processor
+    )
+    pictures = Pictures(OmegaConf.create({"data": data}), tokenizer, processor)
+    return SimpleNamespace(path=path, pictures=pictures, builder=builder, pad=tokenizer.pad_token_id)
+
+
+def prompt_of(vlm, row):
+    images = asyncio.run(vlm.pictures.of_row(row))
+    return np.array(vlm.builder.build_initial_tokens(opened_row(row)["raw_prompt"], images=images or None), np.int32)
+
+
+def group_of(vlm, output, number, row, lengths, images):
+    made = [replace(output(length), prompt_ids=prompt_of(vlm, row), images=images) for length in lengths]
+    return TakenGroup(f"0/{number}", number, closed_row(row), tuple(made))
+
+
+@pytest.fixture
+def batch(vlm, output):
+    """Three prompts: with one image, with two and a sample that failed, and without."""
+    groups = [
+        group_of(vlm, output, 0, opened(picture("r")), (3, 5), (0,)),
+        group_of(vlm, output, 1, opened(picture("g", 96), picture("b", 64, 128)), (4, 2), (0, 1)),
+        group_of(vlm, output, 2, {"raw_prompt": [{"role": "user", "content": "a?"}]}, (6, 1), ()),
+    ]
+    made = Segment(np.arange(2, dtype=np.int32) + 20, np.zeros(2, np.float32), 0)
+    groups[1] = replace(groups[1], outputs=(*groups[1].outputs, masked_output([made], "its tool raised")))
+    data = assemble_batch(groups, ["a", "b", "c"], 48, 8, vlm.pad)
+    asyncio.run(add_images(data, groups, vlm.pictures))
+    return data
+
+
+def test_padded_batch_is_to_the_model_what_each_sample_is_alone(vlm, batch):
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(vlm.path, dtype=torch.float32, attn_implementation="sdpa")
+    tensors, columns = batch.batch, batch.non_tensor_batch["multi_modal_inputs"]
+    assert (
+        tensors["position_ids"].shape == (7, 4, 56) and [len(each) > 0 for each in columns] == [True] * 4 + [False] * 3
+    )
+
+    def log_probs(rows, where):
+        inputs = extract_multi_modal_inputs(columns[rows])
+        inputs.pop("images_seqlens", None)
+        taken = {key: tensors[key][rows][..., where] for key in ("input_ids", "attention_mask", "position_ids")}
+        taken["position_ids"] = taken["position_ids"].transpose(0, 1)
+        with torch.no_grad():
+            return model.eval()(**taken, **inputs, use_cache=False).logits.log_softmax(-1)
+
+    whole = log_probs(list(range(7)), torch.ones(56, dtype=torch.bool))
+    for i in range(7):
+        where = tensors["attention_mask"][i].bool()
+        torch.testing.assert_close(whole[i][where], log_probs([i], where)[0], atol=1e-6, rtol=0)
+
+
+def test_siblings_share_their_pixels_and_so_does_what_is_sent(batch):
+    inputs = batch.non_tensor_batch["multi_modal_inputs"]
+    assert inputs[0] is inputs[1] and inputs[2] is inputs[3] and inputs[0] is not inputs[2]
+    pixels = inputs[0]["pixel_values"].nbytes + inputs[2]["pixel_values"].nbytes
+    assert pixels < len(pickle.dumps(batch.non_tensor_batch)) < 1.5 * pixels
+
+
+def test_sample_keeps_its_rows_images_by_place_and_others_as_files(vlm):
+    row = closed_row(opened(picture("r"), picture("g")))
+    own = asyncio.run(vlm.pictures.of_row(row))
+    images = [own[1], picture("b", 80), own[0]]
+    assert kept(images, [digest(image) for image in images], own) == (1, png(picture("b", 80)), 0)
+
+
+def test_sample_with_too_few_tokens_for_its_images_fails_by_itself(vlm, output):
+    row = opened(picture("r"), picture("g"))
+    sample, own = replace(output(3), prompt_ids=prompt_of(vlm, row)), asyncio.run(vlm.pictures.of_row(row))
+    vlm.pictures.check(sample, own)
+    for images in (own[:1], [*own, picture("b")]):
+        with pytest.raises(RuntimeError, match="tokens of the sample stand for images"):
+            vlm.pictures.check(sample, images)
+
+
+@pytest.mark.parametrize(("given", "said"), [({"videos": ["v"]}, "videos"), ({"images": ["a.png"]}, "not PIL.Image")])
+def test_media_that_are_not_trained_are_named(given, said):
+    output = AgentLoopOutput(
+        prompt_ids=[1], response_ids=[], response_mask=[], multi_modal_data=given, metrics=AgentLoopMetrics()
+    )
+    with pytest.raises(ValueError, match=f"0/0#0 shows .*{said}.*partial_rollout.enable=False"):
+        images_in(output, "0/0#0")
+    output.multi_modal_data = {"images": [picture("r")], "videos": None, "audios": []}
+    assert len(images_in(output, "0/0#0")) == 1
