@@ -12,7 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.schemas import ToolResponse
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
@@ -24,8 +27,13 @@ from recipe.partial_rollout.manager.types import Segment, TakenGroup
 from recipe.partial_rollout.records.run_log import prompt_identity
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.batch_images import add_images
+from recipe.partial_rollout.worker.agent_loop_worker import sample_output
+from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from tests.tiny_vlm import build, file_of, picture
+from tests.unit.loop_life import function
+from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.test_turn_alignment import Call, config_of
 
 
 def opened(*images, file=True, text="?"):
@@ -84,7 +92,9 @@ def vlm(request, tmp_path_factory):
         tokenizer, hf_model_type=request.param, chat_template_kwargs={}, mm_processor_kwargs={}, processor=processor
     )
     pictures = Pictures(OmegaConf.create({"data": data}), tokenizer, processor)
-    return SimpleNamespace(path=path, pictures=pictures, builder=builder, pad=tokenizer.pad_token_id)
+    return SimpleNamespace(
+        path=path, kind=request.param, pictures=pictures, builder=builder, pad=tokenizer.pad_token_id
+    )
 
 
 def prompt_of(vlm, row):
@@ -167,3 +177,52 @@ def test_media_that_are_not_trained_are_named(given, said):
         images_in(output, "0/0#0")
     output.multi_modal_data = {"images": [picture("r")], "videos": None, "audios": []}
     assert len(images_in(output, "0/0#0")) == 1
+
+
+ZOOM, SAY, END = 20, 21, 2
+"""a first token that calls the tool, one that does not, and the end of a turn"""
+
+
+@ToolParser.register("zoom")
+class ZoomParser(ToolParser):
+    """An answer that begins with ``ZOOM`` calls ``zoom``."""
+
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        return "x", [FunctionCall(name="zoom", arguments="{}")] if responses_ids[0] == ZOOM else []
+
+
+def zoom():
+    return ToolResponse(text="see", image=[picture("b", 96)]), 0.0, {}
+
+
+async def test_image_of_a_tool_is_trained_beside_those_of_the_row(vlm, engine, output):
+    """verl's tool loop; the second call shows the engine two images, and was cut by an interruption."""
+    calls = [Call(1, [ZOOM, SAY, END], 3), Call(1, [SAY], 1, "aborted"), Call(2, [SAY, END], 2)]
+    engine.answers = [call.answer() for call in calls]
+    row, sample = opened(picture("r")), live_sample(SlotProvider())
+    config = config_of(80, "zoom")
+    config.actor_rollout_ref.rollout.prompt_length = 48
+    client = SampleClient(PartialRolloutLLMClient(config), sample, sample.clock)
+    pictures = vlm.pictures
+    loop = ToolAgentLoop(
+        DictConfigWrap(config), client, pictures.tokenizer, pictures.processor, pictures._loop.dataset_cls,
+        DictConfigWrap(OmegaConf.create({})), hf_model_type=vlm.kind, tools=ToolListWrap([function("zoom", zoom)]),
+    )  # fmt: skip
+    made = await loop.run({}, **row)
+    images = images_in(made, sample.id)
+    digests = tuple(map(digest, images))
+    assert [turn.images for turn in sample.turns] == [digests[:1], digests]
+    trained = sample_output(sample, made, 64, digests)
+    assert trained.versions[trained.response_mask.astype(bool)].tolist() == [1, 1, 1, 1, 2, 2]
+    pictures.check(trained, images)
+    own = await pictures.of_row(closed_row(row))
+    trained = replace(trained, images=kept(images, digests, own))
+    assert trained.images == (0, png(picture("b", 96)))
+    sibling = replace(output(3), prompt_ids=trained.prompt_ids, images=(0,))
+    groups = [TakenGroup("0/0", 0, unpack(pack(closed_row(row))), (trained, sibling))]
+    batch = assemble_batch(groups, ["a"], 48, 80, vlm.pad)
+    await add_images(batch, groups, pictures)
+    both, one = batch.non_tensor_batch["multi_modal_inputs"]
+    assert len(both["image_grid_thw"]) == 2 and torch.equal(both["image_grid_thw"][:1], one["image_grid_thw"])
+    patches = len(one["pixel_values"])
+    assert torch.equal(both["pixel_values"][:patches], one["pixel_values"]) and len(both["pixel_values"]) > patches

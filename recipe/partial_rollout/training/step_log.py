@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import groupby
 from math import isfinite, nan
@@ -203,6 +204,8 @@ def sample_text(batch: DataProto, tokenizer: Any) -> str:
     data, width = batch.batch, batch.batch["prompts"].shape[1]
     whole = data["attention_mask"][0].bool()
     prompt = tokenizer.decode(data["prompts"][0][whole[:width]].tolist())
+    # An image is a thousand times the same token.
+    prompt = re.sub(r"(<\|\w+\|>)\1+", r"\1", prompt)
     response, mask = (data[name][0][whole[width:]].tolist() for name in ("responses", "response_mask"))
     text = ""
     for trained, run in groupby(zip(response, mask, strict=True), key=lambda token: token[1] > 0):

@@ -211,8 +211,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
         images = tuple(map(digest, kwargs.get("image_data") or ()))
-        asked = digest_of(b"".join([context, *images]), sampling_params)
-        turn = sample.start_turn(len(prompt), context, asked, unlike, images)
+        request_digest = digest_of(b"".join([context, *images]), sampling_params)
+        turn = sample.start_turn(len(prompt), context, request_digest, unlike, images)
         last = await self._complete(sample, turn, prompt_ids, params, min(known, len(prompt)), kwargs)
         return self._merge(turn.segments, last)
 
