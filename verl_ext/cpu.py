@@ -199,7 +199,8 @@ def name_operators(module: Any) -> None:
     """Have torchvision (``module``: ``torchvision.extension``) import without its compiled operators.
 
     PyPI's build for Linux is CUDA's, whose operators do not load beside a CPU build of torch. Image processors use none of
-    them, yet the import ends where one has no name. It may go when PyPI's build loads.
+    them, yet the import ends where two have no name. It may go when PyPI's build loads.
     """
     if not module._has_ops():
-        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -3,11 +3,14 @@
 import asyncio
 import io
 import pickle
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
+import pandas as pd
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -16,23 +19,26 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import ToolResponse
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
 from recipe.partial_rollout.checkpoint.row_images import closed_row, digest, opened_row, png
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
+from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
 from recipe.partial_rollout.records.run_log import prompt_identity
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.batch_images import add_images
 from recipe.partial_rollout.worker.agent_loop_worker import sample_output
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
-from tests.tiny_vlm import build, file_of, picture
+from tests.tiny_vlm import VISION, build, file_of, picture, row
 from tests.unit.loop_life import function
-from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.shared import SlotProvider, live_sample, settings_of
 from tests.unit.test_turn_alignment import Call, config_of
 
 
@@ -91,7 +97,7 @@ def vlm(request, tmp_path_factory):
     builder = create_continuous_token_builder(
         tokenizer, hf_model_type=request.param, chat_template_kwargs={}, mm_processor_kwargs={}, processor=processor
     )
-    pictures = Pictures(OmegaConf.create({"data": data}), tokenizer, processor)
+    pictures = Pictures(OmegaConf.create({"data": data}), tokenizer, processor, RLHFDataset)
     return SimpleNamespace(
         path=path, kind=request.param, pictures=pictures, builder=builder, pad=tokenizer.pad_token_id
     )
@@ -113,7 +119,9 @@ def batch(vlm, output):
     groups = [
         group_of(vlm, output, 0, opened(picture("r")), (3, 5), (0,)),
         group_of(vlm, output, 1, opened(picture("g", 96), picture("b", 64, 128)), (4, 2), (0, 1)),
-        group_of(vlm, output, 2, {"raw_prompt": [{"role": "user", "content": "a?"}]}, (6, 1), ()),
+        group_of(
+            vlm, output, 2, {"raw_prompt": [{"role": "user", "content": "a?"}], "data_source": "colours"}, (6, 1), ()
+        ),
     ]
     made = Segment(np.arange(2, dtype=np.int32) + 20, np.zeros(2, np.float32), 0)
     groups[1] = replace(groups[1], outputs=(*groups[1].outputs, masked_output([made], "its tool raised")))
@@ -137,7 +145,8 @@ def test_padded_batch_is_to_the_model_what_each_sample_is_alone(vlm, batch):
         taken = {key: tensors[key][rows][..., where] for key in ("input_ids", "attention_mask", "position_ids")}
         taken["position_ids"] = taken["position_ids"].transpose(0, 1)
         with torch.no_grad():
-            return model.eval()(**taken, **inputs, use_cache=False).logits.log_softmax(-1)
+            # Without those that ``tiny_vlm`` makes improbable.
+            return model.eval()(**taken, **inputs, use_cache=False).logits.log_softmax(-1)[..., : -len(VISION)]
 
     whole = log_probs(list(range(7)), torch.ones(56, dtype=torch.bool))
     for i in range(7):
@@ -177,6 +186,65 @@ def test_media_that_are_not_trained_are_named(given, said):
         images_in(output, "0/0#0")
     output.multi_modal_data = {"images": [picture("r")], "videos": None, "audios": []}
     assert len(images_in(output, "0/0#0")) == 1
+
+
+# -- before Ray starts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check(vlm, tmp_path, resolved_config, monkeypatch):
+    """``check(rows, *overrides, processor=, enable=)``: what a start checks of a file with these rows; its dataset."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(rows, *overrides, processor=vlm.pictures.processor, enable=True):
+        file = tmp_path / "rows.parquet"
+        pd.DataFrame(rows).to_parquet(file)
+        given = f"data.train_files={file}", f"data.val_files={file}", "data.max_prompt_length=64", "trainer.save_freq=5"
+        config = resolved_config("quickstart_cpu", *given, *overrides)
+        dataset = dataset_of(config, "train", vlm.pictures.tokenizer, processor)
+        check_rows(config, settings_of(enable=enable), dataset, "data.train_files", processor)
+        return dataset
+
+    return run
+
+
+UNFILTERED = "data.filter_overlong_prompts=False"
+
+
+def test_prompts_count_the_tokens_of_their_images(check):
+    rows = [row(0, "r"), row(1, "g", 1024), row(2, "bw")]
+    assert [*file_rows(check(rows))] == [0, 2]
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*row 1 is not .*its prompt has [78]\d tokens"):
+        check(rows, UNFILTERED)
+
+
+def test_images_whose_batch_does_not_fit_are_refused(check, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*smaller images, or fewer prompts .* 0.0 GiB are free"):
+        check([row(0, "r", 128)] * 3, UNFILTERED, "data.max_prompt_length=512")
+
+
+def test_other_media_and_models_are_refused_under_partial_rollout_alone(check, vlm):
+    film = {key: value for key, value in row(0, "r").items() if key != "images"}
+    film |= {"prompt": [{"role": "user", "content": "<video>?"}], "videos": [{"video": "a.mp4"}]}
+    other = copy(vlm.pictures.processor)
+    del other.get_rope_index
+    for words, rows, processor in (
+        (r"^data\.train_files=.*row 0 has video", [film], vlm.pictures.processor),
+        (r"^actor_rollout_ref\.model\.path=.*Qwen3-VL, GLM-4.1V", [row(0, "r")], other),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check(rows, UNFILTERED, processor=processor)
+        assert len(check(rows, UNFILTERED, processor=processor, enable=False)) == 1
+
+
+def test_package_that_reads_images_is_named_before_every_row_is_left_out(check, monkeypatch):
+    monkeypatch.setattr("recipe.partial_rollout.preflight.rows.is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*the package qwen_vl_utils, which is not installed"):
+        check([row(0, "r")])
+
+
+# -- tools that return images --------------------------------------------------------------------------------------------
 
 
 ZOOM, SAY, END = 20, 21, 2

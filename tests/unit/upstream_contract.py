@@ -90,8 +90,6 @@ verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed whole_prompts 
 verl.utils.tokenizer.tokenizer <- rows pictures
     calls: build_multimodal_processor_inputs(processor, *, text, images, mm_processor_kwargs)
         get_processor_token_id(processor, token_name)
-verl.utils.dataset.rl_dataset <- pictures
-    calls: get_dataset_class(data_config)
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers

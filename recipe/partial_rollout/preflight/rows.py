@@ -136,12 +136,12 @@ def check_rows(
         with refusing(key, value, f"{words}; row {numbers[i]} is not"):
             row = dataset[i]
             kinds = kinds_of(row.get(MESSAGES))
-            if "image" in kinds and len(pixels) < _SEEN:
-                pixels.append(_checked_pixels(config, dataset, row, renderer))
             verls = row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS
             # A loop of the user's own may read other columns, or a prompt of another kind.
             if verls or _are_messages(row.get("raw_prompt")):
                 _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
+            if verls and "image" in kinds and len(pixels) < _SEEN:
+                pixels.append(_checked_pixels(config, dataset, row, renderer))
             if verls:
                 int(row.get("priority", 0))
         if settings.enable and (others := kinds & {"video", "audio"}):
@@ -172,7 +172,7 @@ def _checked_pixels(config: DictConfig, dataset: Any, row: Mapping[str, Any], pr
 
 def processed(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> Any:
     """What the processor makes of the prompt of ``row``, which shows images: ``input_ids`` [1, L], ``pixel_values``, ..."""
-    images = asyncio.run(Pictures(config, processor.tokenizer, processor).of_row(dict(row)))
+    images = asyncio.run(Pictures(config, processor.tokenizer, processor, type(dataset)).of_row(dict(row)))
     text = [rendering_of(config, dataset, row, processor)]
     kwargs = config.data.get("mm_processor_kwargs")
     return build_multimodal_processor_inputs(processor, text=text, images=images, mm_processor_kwargs=kwargs)

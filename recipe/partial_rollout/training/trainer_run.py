@@ -180,7 +180,7 @@ class TrainerRun(_VerlsTrainer):
                 trainers=self.actor_rollout_wg.workers,
                 stop=self.stop,
             )
-        pictures = Pictures(self.config, self.tokenizer, self.processor)
+        pictures = Pictures(self.config, self.tokenizer, self.processor, type(self.train_dataset))
         rollout.connect(
             recorder,
             self.steps,

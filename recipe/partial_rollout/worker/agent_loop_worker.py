@@ -77,7 +77,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._filter = FilterSettings.from_config(self.config)
         self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
-        self._pictures = Pictures(self.config, self.tokenizer, self.processor)
+        self._pictures = Pictures(self.config, self.tokenizer, self.processor, self.dataset_cls)
 
     def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], offset: float = 0.0) -> None:
         """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
@@ -162,15 +162,15 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         images = images_in(output, sample.id)
         with sample.clock.stopped():
             await self._score(output, row, on_rescore=self._claims.outbox.record_rescored)
-        # The row has it.
-        output.extra_fields.pop("raw_prompt", None)
-        digests = tuple(map(digest, images))
-        trained = sample_output(sample, output, self.vocabulary, digests)
-        if not images:
-            return trained
-        await asyncio.to_thread(self._pictures.check, trained, images)
-        own = await self._pictures.of_row(sample.lease.row)
-        return replace(trained, images=kept(images, digests, own))
+            # The row has it.
+            output.extra_fields.pop("raw_prompt", None)
+            digests = tuple(map(digest, images))
+            trained = sample_output(sample, output, self.vocabulary, digests)
+            if not images:
+                return trained
+            await asyncio.to_thread(self._pictures.check, trained, images)
+            own = await self._pictures.of_row(sample.lease.row)
+            return replace(trained, images=kept(images, digests, own))
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
         """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""

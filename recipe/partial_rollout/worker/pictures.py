@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorker
-from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
 from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, opened_row, png
@@ -31,18 +30,17 @@ class Pictures:
     Args:
         config: the whole one.
         tokenizer, processor: of the model; a model without a processor shows no images.
+        dataset_cls: verl's class of the data, or the user's, which reads images from messages.
     """
 
     _compute_multi_modal_inputs = AgentLoopWorker._compute_multi_modal_inputs
     _compute_position_ids = AgentLoopWorker._compute_position_ids
     _get_mm_processor_kwargs = AgentLoopWorker._get_mm_processor_kwargs
 
-    def __init__(self, config: Any, tokenizer: Any, processor: Any) -> None:
+    def __init__(self, config: Any, tokenizer: Any, processor: Any, dataset_cls: type) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self.mm_processor_kwargs = config.data.get("mm_processor_kwargs", {})
-        self._loop: Any = SimpleNamespace(
-            processor=processor, dataset_cls=get_dataset_class(config.data), data_config=config.data
-        )
+        self._loop: Any = SimpleNamespace(processor=processor, dataset_cls=dataset_cls, data_config=config.data)
 
     @property
     def known(self) -> bool:
