@@ -18,8 +18,8 @@ from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from tests.bench.scripted_engine import ScriptedWorker

@@ -15,8 +15,8 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import run_settings
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
 from verl_ext.tracking_observer import observed_tracking

@@ -458,7 +458,7 @@ def test_tools_that_a_thread_of_a_loop_calls_run_in_the_workers_loop():
 
 
 def test_client_of_a_sample_that_has_ended_is_freed_at_once():
-    """Full garbage collections wait for the end of the round (``manager/garbage.py``)."""
+    """Full garbage collections wait for the end of the round (``manager/actor.py``)."""
     clients = []
 
     async def plain_of(client, row, params):

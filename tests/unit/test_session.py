@@ -11,7 +11,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder
-from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
+from recipe.partial_rollout.rollout.replicas import KV_SHARE, ReplicaSlots
 from recipe.partial_rollout.training.trainer_run import TrainerRun
 from tests.unit.shared import settings_of
 

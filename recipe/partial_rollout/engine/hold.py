@@ -130,9 +130,7 @@ def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
         start = found[-1].stop if found else 0
         if not start <= stop <= tokens:
             raise RuntimeError(f"version marks {list(marks)} do not fit a request of {tokens} tokens")
-        if found and found[-1].version == made_by:
-            found[-1] = Span(found[-1].start, stop, made_by)
-        elif stop > start:
+        if stop > start:
             found.append(Span(start, stop, made_by))
     return found or [Span(0, tokens, version)]
 

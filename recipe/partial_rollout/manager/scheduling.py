@@ -63,20 +63,6 @@ class QueuedGroup(Struct, frozen=True):
     """response tokens of all its samples so far; of those that run, as far as their workers have reported"""
 
 
-def queued(group: PromptGroup) -> QueuedGroup:
-    """``group`` as it is now."""
-    return QueuedGroup(
-        uid=group.uid,
-        order=group.order,
-        row=MappingProxyType(group.prompt.row),
-        birth=group.birth,
-        samples=len(group.samples),
-        unfinished=group.unfinished,
-        mean_finished_length=group.mean_finished_length,
-        tokens=group.length,
-    )
-
-
 Order = Callable[[PromptGroup], Sequence[float] | float]
 """smaller keys run first; numbers, or sequences of them"""
 Key = tuple[Any, ...]
@@ -127,7 +113,18 @@ def _imported(path: str) -> Order:
         found: Callable[[QueuedGroup], Any] = getattr(importlib.import_module(module), name)
         if not callable(found):
             raise TypeError(f"{name} is a {type(found).__name__}, not a function")
-    return lambda group: found(queued(group))
+    return lambda group: found(
+        QueuedGroup(
+            uid=group.uid,
+            order=group.order,
+            row=MappingProxyType(group.prompt.row),
+            birth=group.birth,
+            samples=len(group.samples),
+            unfinished=group.unfinished,
+            mean_finished_length=group.mean_finished_length,
+            tokens=group.length,
+        )
+    )
 
 
 def _numbers(key: Any) -> Sequence[Any]:

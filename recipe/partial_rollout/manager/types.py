@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from recipe.partial_rollout.waits import ErrorText
+from recipe.partial_rollout.waits import ErrorText
 
 
 class SampleState(StrEnum):
@@ -325,10 +324,6 @@ class Report:
     """the first of each kind in this worker, of samples and tools"""
     fatal: str | None = None
     """an error that ends the run, in one line"""
-
-    def __bool__(self) -> bool:
-        """Whether anything happened."""
-        return self != Report(self.worker)
 
 
 @dataclass(frozen=True, slots=True)

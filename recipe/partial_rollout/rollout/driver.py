@@ -16,7 +16,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
             run verl's agent loop            worker/agent_loop_worker.py, over worker/observed.py, which noPR uses
                 generate a turn              worker/llm_client.py        an abort makes a segment; the loop notices nothing
                     decode                   engine/replica.py           vLLM, until the turn ends or is aborted
-                call a tool                  worker/tool_deadline.py     with a deadline
+                call a tool                  worker/live_sample.py       with a deadline
                 no engine call for 0.1 s     worker/claim_loop.py        its slot goes to another sample
             match tokens to engine calls     worker/agent_loop_worker.py, as worker/live_sample.py has kept them
             score                            worker/rewards.py

@@ -25,8 +25,7 @@ from recipe.partial_rollout.records.run_log import (
 )
 from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
-from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots, ServerControl
 from recipe.partial_rollout.terminal import say
 
 

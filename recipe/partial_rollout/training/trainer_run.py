@@ -34,9 +34,8 @@ from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase
 from recipe.partial_rollout.rollout.driver import Driver, connect
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
-from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots, ServerControl
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training import loss

@@ -32,7 +32,7 @@ from recipe.partial_rollout.manager.types import (
     SampleOutput,
 )
 from recipe.partial_rollout.waits import ErrorText, InfraError, is_cancelled, result_of, wait
-from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
 LEASE_S = 7200.0
@@ -72,8 +72,7 @@ class Outbox:
             self._sends.clear()
             report, self.unsent = self.unsent, Report(self.unsent.worker)
             known, self._known = self._known, asyncio.Event()
-            if report:
-                self._on_leases(await self._manager.report.remote(report))
+            self._on_leases(await self._manager.report.remote(report))
             known.set()
 
     async def sent(self) -> None:
@@ -185,7 +184,9 @@ class ClaimLoop:
                     f"{self.name}, which {'has no' if lease.resident else 'still has its'} conversation"
                 )
             if sample is None:
-                sample = self.samples[lease.sample_id] = LiveSample(lease, self, self._sample_s)
+                sample = self.samples[lease.sample_id] = LiveSample(
+                    lease, self, SampleClock(f"sample {lease.sample_id}", self._sample_s)
+                )
                 sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
             sample.slot_requested = False
             sample.leased.set()
@@ -215,11 +216,9 @@ class ClaimLoop:
         """
         try:
             output = await sample.clock.run(self._run_agent_loop(sample))
-        except InfraError:
-            raise
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
-            if is_cancelled():
+            if isinstance(error, InfraError) or is_cancelled():
                 raise
             times = error.times if isinstance(error, RewardError) else 1
             return Failed(sample.id, self.outbox.record_error(error).line, times)

@@ -165,8 +165,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         super().__init__(*args, **kwargs)
         self.tokenizer: Any = None
         """the model's; finds stop strings"""
-        custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
-        self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
+        self._keeps_kv = self.config.partial_rollout.resume_kv == ResumeKV.KEEP
         self._compares = self.config.partial_rollout.correction != Correction.NONE
         """whether the loss compares the trainer's log-probs with the engine's"""
 
@@ -228,17 +227,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             known: tokens of the prompt that the engines have seen.
         """
         last, stops = None, None
-        if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
-            kwargs["priority"] = sample.lease.order
-        budget = self._budget(prompt_ids, params)
-        params = {key: value for key, value in params.items() if key != "max_new_tokens"}
+        # The earliest group first, so that the engine preempts the newest (``main_ppo.wire`` sets the policy).
+        kwargs["priority"] = sample.lease.order
+        budget = self._budget(len(prompt_ids), params)
         if params.get("stop"):
             stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
         while not turn.complete:
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             began = time.time()
             async with sample.slot_provider.engine_call(sample):
-                sample.calls += 1
                 request = Request(
                     sample.affinity,
                     sample,
@@ -247,7 +244,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 )
                 try:
                     last = await self.generate(
-                        f"{sample.id}@{sample.calls}",
+                        sample.id,
                         request=request,
                         prompt_ids=prompt_ids + done,
                         sampling_params=sampling_of_call(params, budget, len(done)),
@@ -269,13 +266,11 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     sample.slot_provider.release_slot(sample)
         return last
 
-    def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
+    def _budget(self, prompt: int, params: dict[str, Any]) -> int:
         """Return how many tokens an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
-        for key in ("max_tokens", "max_new_tokens"):
-            if key in sampling_params:
-                return int(sampling_params[key])
         rollout = self.config.actor_rollout_ref.rollout
-        return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
+        most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt)
+        return int(params.get("max_tokens", params.get("max_new_tokens", most)))
 
     @staticmethod
     def _segments(output: TokenOutput, budget: int) -> list[Segment]:
@@ -344,10 +339,9 @@ def unlike_training(params: dict[str, Any], temperature: float) -> str:
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
     """Return parameters for the call that continues a turn with ``params`` after ``made`` of ``budget`` tokens."""
-    params = {**params, "max_tokens": budget - made}
-    if params.get("min_tokens"):
-        params["min_tokens"] = max(0, params["min_tokens"] - made)
-    return params
+    others = {key: value for key, value in params.items() if key != "max_new_tokens"}
+    least = max(0, (params.get("min_tokens") or 0) - made)
+    return {**others, "max_tokens": budget - made, "min_tokens": least}
 
 
 class StopStrings:

@@ -300,9 +300,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
         if excess := excess_of(*sizes):
             raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
-        if "raw_prompt" in row:
-            # As verl's does: reward functions may read it.
-            output.extra_fields["raw_prompt"] = row["raw_prompt"]
+        # As verl's does: reward functions may read it.
+        output.extra_fields["raw_prompt"] = row.get("raw_prompt")
         output.extra_fields = renamed(output.extra_fields, "loop")
         if output.reward_score is not None:
             self._check_score(output, row, validate)
