@@ -107,6 +107,7 @@ def record_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], versi
     """
     for request_id, own in marks.items():
         tokens = made.get(request_id, 0)
+        # A request that made nothing since its last mark needs no new one: a span is never empty.
         if tokens > (own[-1][0] if own else 0):
             own.append((tokens, UNKNOWN if version is None else version))
 

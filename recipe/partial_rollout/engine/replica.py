@@ -115,6 +115,7 @@ class AdmittingEngine:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)
             yield None
             while not ended:
+                # As vLLM's own ``generate``: what is there is taken without a turn of the event loop.
                 output = queue.get_nowait() or await queue.get()
                 ended = output.finished
                 if ended:
@@ -294,6 +295,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         Asked of a replica's first server.
         """
+        # Answered by the API server alone, so it costs the engine no step.
         running = len(self.engine.output_processor.request_states)
         return running, self._decoded + sum(tokens_made(self.engine).values())
 

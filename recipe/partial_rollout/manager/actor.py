@@ -92,6 +92,7 @@ class ManagerActor:
 
     def _wake(self) -> None:
         """Wake everyone who waits, because the state has changed."""
+        # A new event instead of a cleared one: whoever awaits the old one finds it set, however late it runs.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -160,6 +161,7 @@ class ManagerActor:
         self._raise_failure()
         manager = self._manager
         allow_full_collections()
+        # Counted before admission: groups that start in this version are not carried into it.
         manager.backlog.enqueue(prompts, source_left)
         self._carried = manager.groups.carried
         if not manager.exhausted:
@@ -183,14 +185,17 @@ class ManagerActor:
         self._raise_failure()
         manager.require_open("wait_batch")
         postpone_full_collections()
+        # Where the round is stopped, the version begins before the trainer's update, and nothing moves during that.
         self._moved_at = time.monotonic()
         while not manager.round_complete():
             if manager.short_of_prompts or not manager.round_open:
                 return None
+            # Not below 0.1 s: nothing is left of the deadline while a sample waits for its retry, and the loop would spin.
             await self._wait_at_most(max(0.1, self._stall_left_s()))
             self._raise_failure()
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
+        # After the batch is taken and before prompts replace it: the figures are of what stays in flight.
         self._gauges = manager.gauges()
         if not stop:
             manager.admit()
@@ -223,6 +228,7 @@ class ManagerActor:
         return RoundProgress(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
 
     def _fail(self, reason: str) -> None:
+        # The first failure is the cause; what fails after it fails because of it.
         self._failure = self._failure or reason
         self._wake()
 
@@ -239,6 +245,7 @@ class ManagerActor:
             UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
+        # Captured between two awaits, so it is one moment. To encode and write it takes seconds: a thread does that.
         captured = capture(self._manager)
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
@@ -272,6 +279,7 @@ class ManagerActor:
         """
         until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
+            # In the loop: the worker may have been released, or the run have failed, while it waited.
             self._raise_failure()
             if leases := self._manager.claim(worker, self.CLAIM_SAMPLES):
                 return leases
@@ -281,11 +289,14 @@ class ManagerActor:
 
     async def report(self, report: Report) -> list[Lease]:
         """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
+        # Whatever it says, a report shows that the round has not stalled.
         self._moved_at = time.monotonic()
         self._apply(report)
         leases = []
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
+            # In the answer, so that a free slot does not wait for one more round trip. Once the batch is complete, a sample
+            # that starts would only be interrupted.
             leases = self._manager.claim(report.worker, self.CLAIM_SAMPLES)
         self._wake()
         return leases
@@ -330,6 +341,7 @@ class ManagerActor:
             self._fail(f"sample {sample_id} on {worker} failed: {error}")
 
     def _retry(self, sample_id: str) -> None:
+        # It could not report while it waited.
         self._moved_at = time.monotonic()
         self._manager.retry(sample_id)
         self._wake()

@@ -66,6 +66,7 @@ class Segment:
                 f"segment with {self.token_ids.shape[0]} tokens and {self.log_probs.shape[0]} log-probs: "
                 f"the engine must return one log-prob per token (rollout.calculate_log_probs=True)"
             )
+        # One nan would make the loss of the whole batch nan.
         if not (finite := np.isfinite(self.log_probs)).all():
             first = int(finite.argmin())
             raise RuntimeError(

@@ -167,6 +167,7 @@ class ServerControl:
             return await wait(answer_of(lambda: ask(replica)), self._deadline_s, named, "interrupt_s")
 
         living = self._living
+        # All have answered before any is judged: one that fails must not leave the others half interrupted.
         answers = await asyncio.gather(*map(answer, living), return_exceptions=True)
         return dict(zip(living, answers, strict=True))
 
@@ -206,6 +207,7 @@ class ReplicaSlots:
 
     def _that_fit(self, tokens: float) -> int:
         assert self._kv_tokens is not None
+        # At least one, however small the cache: vLLM itself refuses a cache that holds no request.
         return min(self._most, max(1, int(self._kv_tokens / tokens)))
 
     @property
@@ -234,6 +236,7 @@ class ReplicaSlots:
         tokens = sum(count for count, _ in decoded)
         if not tokens:
             return False
+        # Weighted by tokens, not by calls: a long call fills the cache for longer.
         mean = sum(count * context for count, context in decoded) / tokens
         fit = self._that_fit(mean / KV_SHARE)
         if abs(fit - self.per_replica) < max(1, _NOTABLE * self.per_replica):

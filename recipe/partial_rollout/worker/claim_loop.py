@@ -69,8 +69,10 @@ class Outbox:
         """Send what is to be sent. The content of a report that fails is lost: its error ends the worker."""
         while True:
             await self._sends.wait()
+            # Cleared before the content is taken: what happens from here on sets it again.
             self._sends.clear()
             report, self.unsent = self.unsent, Report(self.unsent.worker)
+            # Whoever asks ``sent`` from here on waits for the next report, which has what was added since.
             known, self._known = self._known, asyncio.Event()
             self._on_leases(await self._manager.report.remote(report))
             known.set()
@@ -150,6 +152,7 @@ class ClaimLoop:
         Raises:
             RuntimeError: the manager and this worker disagree on a sample. Any error of a report is raised, too.
         """
+        # Before the first claim: the manager refuses those of workers that it does not know.
         await self.manager.register_worker.remote(self.name, self.capacity)
         await wait(self._claim(), None, "claiming samples", watches=[self.outbox.serve()])
 
@@ -159,6 +162,7 @@ class ClaimLoop:
 
     async def reported(self) -> None:
         """Wait until no engine call runs, and report everything; returns once the manager knows it."""
+        # The gate is shut, so no call begins any more; running ones end as their replicas abort them.
         while self._running:
             self._ended.clear()
             await self._ended.wait()
@@ -205,6 +209,7 @@ class ClaimLoop:
             self.outbox.report(sample)
         else:
             self.outbox.report(sample, event)
+        # After the report: its retry may come back with the answer, and must find it gone.
         del self.samples[sample.id]
         self._arm_release_timer(sample)
 
@@ -249,6 +254,7 @@ class ClaimLoop:
             async with self._lease_in_time(sample):
                 while (obstacle := self._obstacle(sample)) is not None:
                     await obstacle.wait()
+            # Once more: its agent loop may have ended while the call waited.
             _require_listener(sample)
             self._running += 1
             try:
@@ -256,6 +262,7 @@ class ClaimLoop:
             finally:
                 self._running -= 1
         finally:
+            # Even if it never ran: other calls wait for its place, and the end of the round for the last call.
             sample.calling -= 1
             self._arm_release_timer(sample)
             self._ended.set()
@@ -266,6 +273,7 @@ class ClaimLoop:
             return sample.leased
         if not self.open.is_set():
             return self.open
+        # After a resize to fewer slots, samples that have a slot keep it. So the limit is the larger of the two numbers.
         if self._running < self.capacity or self._running < sum(each.leased.is_set() for each in self.samples.values()):
             return None
         self._ended.clear()
@@ -310,6 +318,7 @@ class ClaimLoop:
 
     def _park(self, sample: LiveSample) -> None:
         """Give the slot to another sample: this one has made no engine call for a while, whatever it awaits."""
+        # A call may have begun since the timer was set, or the slot gone with an interruption.
         if not sample.calling and sample.leased.is_set():
             sample.leased.clear()
             self.outbox.report(sample, Parked(sample.id))

@@ -57,10 +57,12 @@ class SampleClock:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._deadline_s) as self._timeout:
+                    # Waited for, not awaited: a TimeoutError of the loop's own does not mean that its time is over.
                     await asyncio.wait({task})
             late = not task.done()
             where = await _cancelled(task) if late else None
         finally:
+            # Also where this call is cancelled itself: no agent loop runs on unheard.
             self._timeout = None
             task.cancel()
         if late or self._error is not None:
@@ -91,6 +93,7 @@ class SampleClock:
         self._set(0.0)
 
     def _set(self, seconds: float | None) -> None:
+        # A call that the loop left behind may end after it, and an expired timeout cannot be rescheduled.
         if self._timeout is None or self._timeout.expired():
             return
         if self._error is not None:
@@ -354,6 +357,7 @@ class TimedTool(OneOfASample):
             async with limit:
                 return await call
         except Exception as error:
+            # A tool may raise a TimeoutError of its own, which is an answer like any other.
             if not limit.expired():
                 self._record_error(error)
                 raise
@@ -361,11 +365,13 @@ class TimedTool(OneOfASample):
                 f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
                 f"(partial_rollout.failures.tool_timeout_s)"
             )
+            # The agent loop may turn the error into a message to the model; its clock ends it all the same.
             self._clock.end(late)
             raise late from error
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._tool, name)
+        # What verl's tool loop awaits in a tool's life.
         if name not in ("create", "execute", "release"):
             return own
         return lambda *args, **kwargs: self.within(own(*args, **kwargs))

@@ -138,14 +138,17 @@ class ReplicaChoice:
         """Choose a replica for the next call, which counts as running there until ``release``; return address, handle."""
         fewest = min(self._running, key=self._running.__getitem__)
         own = affinity.replica if affinity.replica in self._running else fewest
+        # One more than the emptiest: with few samples, a difference of one is no reason to prefill elsewhere.
         if affinity.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
             own = fewest
         affinity.replica, affinity.resumes = own, False
+        # Put at the end: ``min`` finds the first of equals, so they take turns.
         self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
 
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""
+        # The replica may have died since, or be back under another address.
         if address in self._running:
             self._running[address] -= 1
 
@@ -202,6 +205,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             asyncio.CancelledError: the agent loop has returned.
         """
         check_sampling(sample.id, sampling_params)
+        # A loop may ask for no log-probs; the loss needs them.
         prompt_ids, params = normalize_token_ids(prompt_ids), {**sampling_params, "logprobs": True}
         rollout = self.config.actor_rollout_ref.rollout
         unlike = unlike_training(sampling_params, rollout.temperature) if self._compares else ""
@@ -251,11 +255,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         **kwargs,
                     )
                 except InfraError:
+                    # The driver notices the death too, and restarts the replica before the next weight sync.
                     if not self.replicas.leave(request.address):
                         raise
                     # Another replica lives.
                     continue
                 for segment in self._segments(last, budget - len(done)):
+                    # A stop string in an earlier version's tokens ends the turn, and what follows it is dropped.
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
                 if not turn.complete:

@@ -61,6 +61,7 @@ from recipe.partial_rollout.worker.rewards import (
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
 """digits of verl's request ids, which have 32, that tell the samples of a run apart in its trace"""
+# Many calls run at once on one client, and verl's ``generate`` has no parameter for it.
 REQUEST: ContextVar[Request] = ContextVar("request")
 """the request that verl's ``generate`` makes at this moment; it notes where it goes"""
 T = TypeVar("T")
@@ -247,6 +248,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 raise
             text = ErrorText.from_error(error)
         return AgentLoopOutput(
+            # One token, because a row without any has no last token to carry a score.
             prompt_ids=[0],
             response_ids=[0],
             response_mask=[0],

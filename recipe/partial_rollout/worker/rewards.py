@@ -168,12 +168,14 @@ class RewardWorkers:
             try:
                 await asyncio.wait_for(result_of(handle.__ray_ready__.remote()), _ANSWERS_WITHIN_S)
                 return handle
+            # Its function blocks its event loop. It lives, and may answer later; another one may be free now.
             except TimeoutError:
                 continue
             except RayActorError as error:
                 if means_death(error) and handle in self._living:
                     self._died_of = self._died_of or error
                     self._living.remove(handle)
+            # Ray may be restarting it.
             await asyncio.sleep(AGAIN_S)
         path = self._config.reward.custom_reward_function.path
         restarts = self._config.partial_rollout.failures.worker_restarts
