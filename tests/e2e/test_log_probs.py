@@ -21,12 +21,10 @@ ODD = (40, 41, 42)
 """letters that no answer to the prompt has"""
 UNCACHED = {"skip_reading_prefix_cache": True}
 """sampling of a request that finds no kept blocks"""
-ROLLOUT = SimpleNamespace(
-    response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm", temperature=0.0
-)
+ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, name="vllm", temperature=0.0)
 CONFIG = SimpleNamespace(
     actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
-    partial_rollout=SimpleNamespace(correction="none"),
+    partial_rollout=SimpleNamespace(correction="none", resume_kv="recompute"),
 )
 
 

@@ -118,11 +118,10 @@ def test_held_call_is_a_segment_for_each_version(engine, answers, params, segmen
 def test_call_aborted_without_a_token_adds_no_segment(engine):
     queued = tokens(stop="aborted", log_probs=False)
     engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
-    client, sample = client_of(scheduling_policy="priority"), live(order=7)
+    client, sample = client_of(), live(order=7)
     assert generate(client, sample).token_ids == [5, 6, 7]
     assert [options["priority"] for *_, options in engine.asked] == [7] * 5
     assert of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
-    assert len({request[0] for request in engine.asked}) == 5, "every call has a request id of its own"
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 0, 0, 5], "what was queued read nothing"
 
 
@@ -231,7 +230,7 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
 @pytest.mark.parametrize(
     ("error", "asked", "kind", "said"),
     [
-        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0@2"),
+        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0: "),
         (OSError("bad request"), 1, RuntimeError, "vLLM replica a refused .* OSError: bad request"),
     ],
 )
