@@ -215,7 +215,7 @@ class Driver:
             if not self._guard.open:
                 self._since = time.time()
                 await self._open()
-        # Last, so that slots are leased and full when the engines accept requests.
+        # Last, so that samples have their slots and wait when the engines accept requests.
         await self._control.resume()
         if not self._stops:
             self._recorder.phase("hold", version, held_at)

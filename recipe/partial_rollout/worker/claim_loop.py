@@ -35,9 +35,6 @@ from recipe.partial_rollout.waits import ErrorText, InfraError, is_cancelled, re
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
-LEASE_S = 7200.0
-"""seconds that a sample may wait for its slot in an open round: longer than any step, so that it ends a run only if the
-trainer hangs"""
 _BEGIN_S = 0.02
 """seconds of this process that a loop takes until its first engine call: it is made, and reads the chat template"""
 
@@ -202,8 +199,7 @@ class ClaimLoop:
             event = await self._outcome(sample)
             if sample.slot_requested:
                 # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
-                async with self._lease_in_time(sample):
-                    await sample.leased.wait()
+                await sample.leased.wait()
         except InfraError as error:
             self.outbox.unsent.fatal = self.outbox.record_error(error).line
             self.outbox.report(sample)
@@ -251,9 +247,9 @@ class ClaimLoop:
         if not sample.slot_requested and not sample.leased.is_set():
             self._ask_for_slot(sample)
         try:
-            async with self._lease_in_time(sample):
-                while (obstacle := self._obstacle(sample)) is not None:
-                    await obstacle.wait()
+            # Without a deadline of its own: a wait that does not end stalls the round, which has one (``stall_s``).
+            while (obstacle := self._obstacle(sample)) is not None:
+                await obstacle.wait()
             # Once more: its agent loop may have ended while the call waited.
             _require_listener(sample)
             self._running += 1
@@ -278,17 +274,6 @@ class ClaimLoop:
             return None
         self._ended.clear()
         return self._ended
-
-    @contextlib.asynccontextmanager
-    async def _lease_in_time(self, sample: LiveSample) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(LEASE_S):
-                yield
-        except TimeoutError as error:
-            raise InfraError(
-                f"sample {sample.id} was not granted a slot in an open round within {LEASE_S:g} s; "
-                "is the trainer still stepping?"
-            ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
