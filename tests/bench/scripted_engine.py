@@ -167,7 +167,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
         done = len(turn)
         while done < length:
             self._at_gate.add(sample.id)
-            async with sample.slot_provider.engine_call(sample):
+            async with self._claims.engine_call(sample):
                 self._at_gate.discard(sample.id)
                 address, replica = self._choice.take(sample.affinity)
                 # What comes later takes a slot that has decoded already.
@@ -183,7 +183,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                         turn, Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None)
                     )
                 if not ended:
-                    sample.slot_provider.release_slot(sample)
+                    self._claims.release_slot(sample)
 
 
 def output_of(length: int, version: int) -> SampleOutput:

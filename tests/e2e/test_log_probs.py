@@ -14,7 +14,7 @@ from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
-from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.shared import Claims, live_sample
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
@@ -70,8 +70,8 @@ async def response_of(engine, interrupt_after, **sampling):
     """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
     client = PartialRolloutLLMClient(CONFIG)
     client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
-    client.tokenizer = build_tokenizer()
-    sample = live_sample(SlotProvider(), id=f"s{interrupt_after}")
+    client.tokenizer, client.claims = build_tokenizer(), Claims()
+    sample = live_sample(id=f"s{interrupt_after}")
     output = await client.generate_turn(
         sample,
         prompt_ids=PROMPT,

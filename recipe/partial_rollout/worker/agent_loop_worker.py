@@ -82,7 +82,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """
         self.llm_client.replicas = ReplicaChoice(servers, offset)
         settings = self.config.partial_rollout
-        self._claims = ClaimLoop(
+        self._claims = self.llm_client.claims = ClaimLoop(
             name,
             manager,
             capacity,

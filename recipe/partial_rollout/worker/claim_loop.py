@@ -186,7 +186,7 @@ class ClaimLoop:
                 )
             if sample is None:
                 sample = self.samples[lease.sample_id] = LiveSample(
-                    lease, self, SampleClock(f"sample {lease.sample_id}", self._sample_s)
+                    lease, SampleClock(f"sample {lease.sample_id}", self._sample_s)
                 )
                 sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
             sample.slot_requested = False

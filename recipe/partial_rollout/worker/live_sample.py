@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from verl.tools.function_tool import FunctionTool
@@ -187,25 +187,12 @@ class Turn:
         return np.concatenate([np.full(len(segment), segment.version, np.int32) for segment in self.segments])
 
 
-class SlotProvider(Protocol):
-    """Grants the slots of a sample; in a worker it is the ``ClaimLoop``."""
-
-    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
-        """Enter once ``sample`` holds a slot and may call the engine."""
-        ...
-
-    def release_slot(self, sample: LiveSample) -> None:
-        """Give back the slot of an interrupted call, and ask for one again."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class LiveSample:
     """A training sample in its worker."""
 
     lease: Lease
     """with which it came here"""
-    slot_provider: SlotProvider
     clock: SampleClock
     """seconds that its agent loop spends between engine calls"""
     turns: list[Turn] = field(default_factory=list)

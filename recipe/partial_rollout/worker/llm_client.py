@@ -34,6 +34,7 @@ from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.waits import InfraError
+from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
     LiveSample,
     OneOfASample,
@@ -162,7 +163,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
     replicas: ReplicaChoice
-    """set by the worker before any call"""
+    """set by the worker before any call, as is the next"""
+    claims: ClaimLoop
+    """gives a sample the slot that its calls need"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -239,7 +242,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         while not turn.complete:
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             began = time.time()
-            async with sample.slot_provider.engine_call(sample):
+            async with self.claims.engine_call(sample):
                 request = Request(
                     sample.affinity,
                     sample,
@@ -269,7 +272,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
                         sample.affinity.replica = None
-                    sample.slot_provider.release_slot(sample)
+                    self.claims.release_slot(sample)
         return last
 
     def _budget(self, prompt: int, params: dict[str, Any]) -> int:
