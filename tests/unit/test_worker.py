@@ -127,7 +127,7 @@ async def test_disagreement_with_the_manager_on_a_conversation_ends_the_run(held
         known = "0/9#0" if held else "0/1#0"
         await asyncio.sleep(0.05)
         with pytest.raises(RuntimeError, match=message):
-            one.worker._claims.run([Lease(known, "0/1", 1, {"lengths": [5]}, (), held=held)])
+            one.worker._claims.run([Lease(known, "0/1", 1, {"lengths": [5]}, (), resident=held)])
 
 
 @pytest.mark.parametrize("after_s", [60.0, 0.0], ids=["at the end of the round", "before it"])
@@ -206,7 +206,7 @@ async def test_samples_that_start_at_once_keep_their_slots_until_each_can_call()
 
 @pytest.mark.parametrize("parked_s", [None, 10.0])
 async def test_tool_within_its_deadline_is_no_stall(parked_s):
-    refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 away on w1")
+    refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 parked on w1")
     # What a busy machine takes for a turn is less than a second.
     limits = {"stall_s": 1.0, "parked_s": parked_s, "release_after_s": 0.02}
     async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(1.6), [])) as one:

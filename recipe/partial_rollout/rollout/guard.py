@@ -203,7 +203,7 @@ class Guard:
         if not isinstance(error, RayActorError):
             raise RolloutFailedError(f"{name} failed during {what}: {one_line(error)}") from error
         why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
-        if self._stop.asked:
+        if self._stop.requested:
             logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await self._release(name))
             self._serving[i] = None
             return
