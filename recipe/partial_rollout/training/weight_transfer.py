@@ -97,6 +97,7 @@ class CachedTransfer(WeightTransfer):
         super().__init__(verls, deadline_s)
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
+        # Now, before a step is trained whose weights could not be transferred.
         asyncio.run(self._watched(self._meet(), "the first meeting of trainers and engines"))
 
     async def stage(self, version: int) -> bool:
@@ -109,6 +110,7 @@ class CachedTransfer(WeightTransfer):
 
     async def load(self, version: int) -> None:
         what, replicas = f"loading of version {version}", self._verls.replicas
+        # By replica, so that the error names the one that failed.
         loads = [
             _all(
                 [worker.update_weights.remote(global_steps=version) for worker in replica.workers],
@@ -117,6 +119,7 @@ class CachedTransfer(WeightTransfer):
             for replica in replicas
         ]
         await self._watched(asyncio.gather(*loads), what, replicas)
+        # Not awaited, or the trainer would wait for it; the next staging does.
         self._freeing = self._ask_trainers("finalize")
 
     async def _meet(self) -> None:
@@ -171,6 +174,7 @@ async def _raise_failure(replicas: Sequence[RolloutReplica], what: str) -> None:
 async def _failure_of(replica: RolloutReplica) -> str | None:
     try:
         return await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
+    # A server that is busy loading has not failed; the deadline of the sync ends the wait.
     except TimeoutError:
         return None
     except RayActorError as died:
@@ -195,6 +199,7 @@ class RecipeCheckpointManager:
         driver: Driver | None,
     ) -> None:
         self._verls = verls
+        # Of the class and not of the name: a user may register a backend with a cache.
         cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
         transfer = CachedTransfer if cached else WeightTransfer
         self._transfer = transfer(verls, recorder.settings.deadlines.weight_sync_s)
@@ -205,7 +210,7 @@ class RecipeCheckpointManager:
         """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
         await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
-    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+    def update_weights(self, global_steps: int | None = None) -> None:
         """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
 
         verl's loops call it once an update is done, also one of the critic alone. None: the version sent last, again.
@@ -215,17 +220,11 @@ class RecipeCheckpointManager:
             NoAnswerError: the deadline passed.
         """
         version, start = self._end_step(global_steps), time.time()
-        sent: Any = {}
-        # On shared devices noPR sends as PR does, for the deadline and the name of the engine that fails.
-        if self._driver is None and self._verls.backend != "naive":
-            sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
-        else:
-            asyncio.run(self._send(version))
+        # noPR sends as PR does, for the deadline and for the name of the engine that fails.
+        asyncio.run(self._send(version, start))
         self._recorder.log.add(Phase("sync", version, start, time.time()))
-        return sent
 
-    async def _send(self, version: int) -> None:
-        start = time.time()
+    async def _send(self, version: int, start: float) -> None:
         if await self._transfer.stage(version):
             self._recorder.phase("stage", version, start)
         async with self._driver.loading(version) if self._driver else nullcontext():
