@@ -214,7 +214,7 @@ def test_whole_training_has_no_violation_and_says_what_became_of_it(write, tmp_p
 # -- processes that are killed and resumed -----------------------------------------------------------------------------
 
 
-def test_start_that_failed_before_it_trained_is_no_kill_and_a_resume_undoes_later_steps(write):
+def test_failed_start_is_no_kill_and_a_resume_undoes_later_steps(write):
     failed = [RUN, resumed(0), GOOD[1]]
     assert audit(write(*failed, resumed(1), resumed(1), *GOOD[2:]))[0].kills == 1
     assert audit(write(*failed, *GOOD[2:]))[0].kills == 0
@@ -223,7 +223,7 @@ def test_start_that_failed_before_it_trained_is_no_kill_and_a_resume_undoes_late
 
 
 @pytest.mark.parametrize("lost", [GOOD[2:3], GOOD[1:3], GOOD[2:4]])
-def test_lines_that_a_failing_machine_lost_after_their_checkpoint_accuse_nobody(write, capsys, lost):
+def test_lines_lost_after_their_checkpoint_accuse_nobody(write, capsys, lost):
     """A process resumes from a step whose checkpoint is whole and whose line never reached the disk."""
     left = [line for line in GOOD[:4] if line not in lost]
     steps = [line["step"] for line in lost]
@@ -238,7 +238,7 @@ def test_lines_that_a_failing_machine_lost_after_their_checkpoint_accuse_nobody(
 # -- lines that are torn or wrong --------------------------------------------------------------------------------------
 
 
-def test_line_cut_off_by_a_kill_is_tolerated_before_the_next_process_and_at_the_end(write, capsys):
+def test_line_cut_off_by_a_kill_is_tolerated_at_the_end_of_a_process(write, capsys):
     run_dir = write(*GOOD[:4], '{"event":"rou', resumed(2), *GOOD[3:-1], '{"event":"end')
     assert main([str(run_dir)]) == 0
     assert "2 lines were cut off by a dying process" in capsys.readouterr().out
