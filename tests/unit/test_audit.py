@@ -105,9 +105,6 @@ WRONG = {
     "prompt 1/1 was lost: never trained": at(3, "1/0", "1/1"),
     "prompt 0/1 was trained in step 4, and trained in step 2": at(4, "1/2 1/3 0/1", "1/2 1/3"),
     "prompt 1/3 was trained in step 4 and not admitted before": at(4, "1/2 1/3", "1/2"),
-    "prompt 1/0 was trained in step 3 and not admitted before": [
-        *GOOD[:2], round_of(2, "0/1 0/3", "0/3"), GOOD[3], round_of(4, "1/2 1/3", "1/0 1/2 1/3"), ended(4)
-    ],
     "prompt 0/1 was admitted in step 4, and admitted in step 1": at(4, "1/2 1/3", "1/2 1/3 0/1"),
     "prompts 0/0 and 1/3 have one dispatch order": with_group("1/3", order=0),
     "prompts 1/2 and 1/3 have one row of the data": with_group("1/3", prompt="2"),
@@ -130,7 +127,6 @@ WRONG = {
     "the round of step 2 under version 1 has engine calls of version 2": at(2, **calls(20, 2)),
     "3 samples were unaccounted for after the round of step 2": at(2, lost_samples=3),
     "a resumed run changed arm from PR to noPR": [*GOOD[:3], resumed(2, arm="noPR"), *GOOD[3:]],
-    "a resumed run changed batch_groups from 2 to 4": [*GOOD[:3], resumed(2, batch_groups=4), *GOOD[3:]],
     "prompt 0/1 was lost: later ones were admitted, it was not": [RUN, round_of(1, "0/0 0/2", "0/0 0/2")],
     "5 prompts are admitted and not trained, admission allows 4: 1 were lost, the first maybe 0/0":
         [RUN, round_of(1, "0/1", "0/0 0/1 0/2 0/3 1/0 1/1")],
