@@ -172,6 +172,13 @@ def test_weights_that_are_sent_again_keep_their_version():
     assert [line for line in run.log if "sends" in line] == ["trainer sends 3"] * 2
 
 
+def test_validation_alone_sends_to_separate_engines_without_a_driver():
+    run = build(pr=False)
+    run.manager.update_weights(3)
+    assert [line for line in run.log if "loads" in line] == ["a loads 3"] * 2 + ["b loads 3"] * 2
+    assert not any("hold" in line or "begins" in line for line in run.log)
+
+
 def test_engine_on_another_node_is_refused_before_anything_is_sent():
     with pytest.raises(
         RolloutFailedError, match=r"backend=shm: trainers and engines are on 2 nodes, and must be on one"
