@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from filelock import FileLock, SoftFileLock, Timeout
@@ -186,7 +186,9 @@ class RunCheckpoints:
         reached = step if continues else 0
         beyond = [step_dir for other, step_dir in self._steps() if other > reached and step_dir != self.chosen]
         # A run that continues overwrites some day what a kill has left of a save.
-        superseded = [step_dir for step_dir in beyond if not (continues and _condition(step_dir) == "torn")]
+        superseded = [
+            step_dir for step_dir in beyond if not (continues and isinstance(_fault(step_dir), TornCheckpointError))
+        ]
         # First: a start that is killed below has decided, and the next one moves the rest.
         self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
@@ -234,7 +236,7 @@ class RunCheckpoints:
         """
         step_dir = self.step_dir(step)
         # A stop saves the step again that was saved last: its weights would be the same bytes.
-        if step != self._on_disk or _condition(step_dir) != "whole":
+        if step != self._on_disk or _fault(step_dir) is not None:
             if step_dir.is_symlink():
                 # Another run's checkpoint stays as it is.
                 step_dir.unlink()
@@ -275,14 +277,13 @@ class RunCheckpoints:
                 path.unlink()
 
 
-def _condition(step_dir: Path) -> Literal["whole", "torn", "foreign"]:
+def _fault(step_dir: Path) -> CheckpointError | None:
+    """Return why the checkpoint cannot be resumed; None if it is whole."""
     try:
         verify(step_dir)
-    except TornCheckpointError:
-        return "torn"
-    except CheckpointError:
-        return "foreign"
-    return "whole"
+    except CheckpointError as error:
+        return error
+    return None
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
