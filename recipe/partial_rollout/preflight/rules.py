@@ -60,6 +60,7 @@ from verl_ext.guard import TESTED, installed_pair
 _BACKEND, _FILTER = "rollout.checkpoint_engine.backend", "algorithm.filter_groups"
 _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
+_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
@@ -280,10 +281,7 @@ _ENGINES = (
             lambda c: f"whole replicas on {trainer_devices(c)} device(s); one has {replica_devices(c)}",
         ),
     ),
-    *where(
-        "trainer.device=cpu",
-        only("rollout.engine_kwargs.vllm.speculative_config", None, "vLLM's proposers change there what is sampled"),
-    ),
+    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
     # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
@@ -295,7 +293,7 @@ _ENGINES = (
 )
 _PARTIAL_ROLLOUT = (
     # the recipe's keys, compared with each other
-    *where(_NO_PR, only("partial_rollout.placement", Placement.COLOCATED)),
+    *where(_NO_PR, only("partial_rollout.placement", "colocated")),
     Rule(
         "partial_rollout.overlap",
         lambda _, c: _own(c).overlap <= _own(c).max_staleness,
