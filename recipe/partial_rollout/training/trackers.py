@@ -23,6 +23,7 @@ _SET: dict[str, str] = {}
 
 def set_variable(name: str, value: str | None) -> None:
     """Set a variable of the environment, or unset it, unless the user has set it; each run of a multirun sets its own."""
+    # A value that this process has not set is the user's.
     if os.environ.get(name) not in (None, _SET.get(name)):
         return
     os.environ.pop(name, None)
