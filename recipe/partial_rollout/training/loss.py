@@ -141,7 +141,7 @@ def corrected_ppo_loss(
     if policy.from_update:
         weights, reported = _weighted(policy, padded, current, recomputed=recomputed)
         proximal = current
-    if policy.level is not None and weights is None:
+    if policy.granularity is not None and weights is None:
         raise RuntimeError(
             "the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for"
         )
@@ -194,7 +194,7 @@ def _weighted(
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
-    if policy.level is not None:
+    if policy.granularity is not None:
         # verl computes twenty statistics beside them, which fail where a micro-batch has no token.
         with weights_alone():
             weights, _ = compute_rollout_correction_weights(

@@ -77,7 +77,7 @@ def addresses(loggers: Iterable[str]) -> list[str]:
         where = swanlab.get_run().url if mode in CLOUD else f"swanlab watch {quote(os.environ[LOG_DIR])}"
         lines.append(f"SwanLab: {where}")
     if "wandb" in loggers:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         lines.append(f"wandb: {wandb.run and wandb.run.url}")
     return lines
