@@ -395,7 +395,7 @@ def test_pickled_loss_has_its_region_and_no_dual_clip_where_it_is_null(composed_
     assert (region.low, region.high, region.per_sequence) == (0.07, 0.2, False)
 
 
-# -- behaviour weights: token and sequence granularity are verl's own --------------------------------------------------------
+# -- behaviour weights: token and sequence granularity are verl's own --------------------------------------------------
 
 
 def log_ratios(rows=5, width=12, spread=0.4, seed=0):
