@@ -55,6 +55,7 @@ def apply_overrides(config: DictConfig) -> None:
     """Point verl's class-path options at the recipe's classes for the arm (PR or noPR) that ``config`` selects."""
     rollout = config.actor_rollout_ref.rollout
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
+    # hydra closes the config against new keys; verl reads some that its own files do not have.
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.training.agent_loop_manager.{arm}AgentLoopManager"
     # The choice of an engine has taken effect; nobody reads the keys that its file leaves at the root.
@@ -118,6 +119,7 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     show_warnings()
     if files.trains:
         held.enter_context(locked(files.directory))
+    # After the lock: it moves what another process may still be writing.
     files.begin()
     if files.trains:
         OmegaConf.save(config, files.directory / CONFIG, resolve=True)
@@ -216,11 +218,9 @@ def _main() -> None:
                 raise
             codes.append(end.code)
 
-    def program() -> None:
-        spare_caches()
-        composed()
-
-    in_one_line(program)
+    # Before hydra composes: libraries that it imports choose their caches then.
+    spare_caches()
+    in_one_line(composed)
     if failed := [code for code in codes if code]:
         sys.exit(failed[0])
 

@@ -58,6 +58,7 @@ class TaskRunner(BaseTaskRunner):
             say(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
             return
         try:
+            # ``ray.init`` forks and installs signal handlers: a signal that came within it would be lost.
             with StopSignals.of_process().behind():
                 start_ray(self.config)
             check_cluster(self.config, ray.cluster_resources())

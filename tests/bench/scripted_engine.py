@@ -163,13 +163,13 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
 
     async def _turn(self, sample: LiveSample, length: int, context: int = 0) -> None:
         """Decode ``length`` tokens after ``context``, in as many calls as it takes."""
-        turn = sample.start_turn(context, asked=f"after {context}")
+        turn = sample.start_turn(context, request_digest=f"after {context}")
         done = len(turn)
         while done < length:
             self._at_gate.add(sample.id)
-            async with sample.slot_provider.engine_call(sample):
+            async with self._claims.engine_call(sample):
                 self._at_gate.discard(sample.id)
-                address, replica = self._choice.take(sample.place)
+                address, replica = self._choice.take(sample.affinity)
                 # What comes later takes a slot that has decoded already.
                 if len(self._waited) < self._claims.capacity:
                     self._waited.append(time.monotonic() - self._idle_since)
@@ -183,7 +183,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
                         turn, Segment(zeros.astype(np.int32), zeros, self._version, "completed" if ended else None)
                     )
                 if not ended:
-                    sample.slot_provider.release_slot(sample)
+                    self._claims.release_slot(sample)
 
 
 def output_of(length: int, version: int) -> SampleOutput:

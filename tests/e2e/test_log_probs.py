@@ -14,19 +14,17 @@ from recipe.partial_rollout.engine.hold import request_id_of, salt_of
 from recipe.partial_rollout.engine.replica import AdmittingEngine
 from recipe.partial_rollout.tasks.clock10.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice
-from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.shared import Claims, live_sample
 
 PROMPT, RESPONSE, BLOCK = [4, 7, 8, 9, 10, 11], 48, 32
 ODD = (40, 41, 42)
 """letters that no answer to the prompt has"""
 UNCACHED = {"skip_reading_prefix_cache": True}
 """sampling of a request that finds no kept blocks"""
-ROLLOUT = SimpleNamespace(
-    response_length=RESPONSE, prompt_length=16, scheduling_policy="fcfs", name="vllm", temperature=0.0
-)
+ROLLOUT = SimpleNamespace(response_length=RESPONSE, prompt_length=16, name="vllm", temperature=0.0)
 CONFIG = SimpleNamespace(
     actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT),
-    partial_rollout=SimpleNamespace(correction="none"),
+    partial_rollout=SimpleNamespace(correction="none", resume_kv="recompute"),
 )
 
 
@@ -72,8 +70,8 @@ async def response_of(engine, interrupt_after, **sampling):
     """(tokens, log-probs, segments, tokens read again) of one response, greedy by default, through the recipe's client."""
     client = PartialRolloutLLMClient(CONFIG)
     client.replicas = ReplicaChoice({"replica": Server(engine, interrupt_after)})
-    client.tokenizer = build_tokenizer()
-    sample = live_sample(SlotProvider(), id=f"s{interrupt_after}")
+    client.tokenizer, client.claims = build_tokenizer(), Claims()
+    sample = live_sample(id=f"s{interrupt_after}")
     output = await client.generate_turn(
         sample,
         prompt_ids=PROMPT,

@@ -60,7 +60,7 @@ def update_loss() -> Callable[..., Any]:
     actor = ActorConfig(
         strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, policy_loss=PolicyLossConfig(loss_mode="vanilla")
     )
-    policy = ProximalPolicy(from_update=False, level=None, threshold=None)
+    policy = ProximalPolicy(from_update=False, granularity=None, threshold=None)
     return partial(corrected_ppo_loss, actor, policy=policy)
 
 

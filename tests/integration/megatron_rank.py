@@ -33,7 +33,7 @@ EPSILON = 1e-6
 """of Adam: its default would turn gradients that are all rounding into whole steps"""
 PLAIN = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}
 ACTOR = ActorConfig(**PLAIN, entropy_coeff=0.01, policy_loss=PolicyLossConfig(loss_mode="vanilla"))
-LOSS = partial(corrected_ppo_loss, ACTOR, policy=ProximalPolicy(from_update=False, level=None, threshold=None))
+LOSS = partial(corrected_ppo_loss, ACTOR, policy=ProximalPolicy(from_update=False, granularity=None, threshold=None))
 
 
 def build_engine(model, tp, pp):

@@ -18,8 +18,8 @@ from recipe.partial_rollout.rollout.driver import Driver
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.tools.planner.engine_curve import EngineCurve
 from tests.bench.scripted_engine import ScriptedWorker
@@ -42,18 +42,6 @@ class Worker(ScriptedWorker):
 
     def take_calls(self):
         return []
-
-
-class BrokenLoop(Worker):
-    """Its agent loop is a user's, of the file that the row names, and has a bug."""
-
-    async def _trained(self, sample, row):
-        own = {}
-        exec(compile("\ndef run(row):\n    return row['budget']\n", row["path"], "exec"), own)
-        try:
-            own["run"](row)
-        except KeyError as error:
-            raise RuntimeError("the loop failed") from error
 
 
 class Control:
@@ -90,10 +78,10 @@ def collate(batch):
 class ScriptedTraining:
     """One process of a training in ``run_dir``; it resumes from what it finds there. A step's update takes no time.
 
-    Its data is ``steps`` batches, of prompts of random length unless ``data`` has them.
+    Its data is ``steps`` batches, of prompts of random length.
     """
 
-    def __init__(self, run_dir, placement, steps, *overrides, data=None, worker=Worker):
+    def __init__(self, run_dir, placement, steps, *overrides):
         self.run_dir, self.steps = run_dir, steps
         ours = (
             "trainer.default_local_dir=none",
@@ -108,9 +96,9 @@ class ScriptedTraining:
             samples_per_group=N,
             deadlines=Deadlines(stall_s=60, interrupt_s=30),
         )
-        self.settings, self.files = settings, RunFiles(RunCheckpoints(run_dir))
+        self.files = RunFiles(RunCheckpoints(run_dir))
         self.files.begin()
-        loader = StatefulDataLoader(data or rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
+        loader = StatefulDataLoader(rows(steps * BATCH, 15), batch_size=BATCH, collate_fn=collate)
         training = TrainingSteps(steps, 1, steps)
         source = PromptSource(loader, total=training.offered(settings) * BATCH)
         control = Control(lambda: self.guard)
@@ -122,7 +110,7 @@ class ScriptedTraining:
         store, manager = RayObjects(30.0), ray.remote(ManagerActor).options(num_cpus=0)
         self.manager = manager.remote(settings, store)
         placed = Placement(placement)
-        self.workers = [ray.remote(worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
+        self.workers = [ray.remote(Worker).options(num_cpus=0).remote(CURVE, 1, placed) for _ in range(WORKERS)]
         self.guard = Guard(self.recorder, self.manager, self.workers, None, [], StopSignals.of_process())
         self.driver = Driver(self.recorder, training, source, self.manager, store, self.guard)
         asyncio.run(self.guard.start())
@@ -132,10 +120,6 @@ class ScriptedTraining:
     @property
     def resumed_step(self):
         return self.files.checkpoints.resumed_step
-
-    @property
-    def exhausted(self):
-        return self.settings.group_filter is not None and self.driver.exhausted
 
     def begin(self):
         self.sync(self.resumed_step)
@@ -152,10 +136,8 @@ class ScriptedTraining:
         assert len(groups) == BATCH
         asyncio.run(self.driver.finish_step())
         self.files.completed_step = step
-        metrics = dict(self.recorder.metrics)
         self.recorder.metrics.clear()
         self.sync(step)
-        return metrics
 
     def save(self):
         checkpoints, step = self.files.checkpoints, self.files.completed_step
@@ -173,7 +155,7 @@ class ScriptedTraining:
     def end(self):
         """The training is over."""
         step = self.files.completed_step
-        self.recorder.log.add(Ended(step, complete=True, exhausted=self.exhausted), sync=True)
+        self.recorder.log.add(Ended(step, complete=True), sync=True)
         self.kill()
 
     def kill(self):

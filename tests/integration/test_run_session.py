@@ -1,7 +1,6 @@
 """Without verl, a trainer drives a run: every prompt is trained once, through a crash in the middle of a step."""
 
 import asyncio
-import traceback
 from itertools import permutations
 
 import pytest
@@ -10,7 +9,7 @@ from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.reading.run_log import read_log
-from tests.integration.scripted_training import BATCH, BrokenLoop, ScriptedTraining, rows
+from tests.integration.scripted_training import BATCH, ScriptedTraining
 
 STEPS = 6
 
@@ -39,15 +38,3 @@ def test_separate_engines_train_the_baselines_batches_where_the_bound_is_0(tmp_p
     batches = [event.trained for event in read_log(tmp_path, []) if isinstance(event, Round)]
     trained = [sorted(int(group.uid.removeprefix("0/")) for group in batch) for batch in batches]
     assert trained == [list(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("retries", ["null", "0"])
-def test_run_that_a_users_bug_ends_says_once_in_which_line_it_is(retries, tmp_path):
-    limits = f"partial_rollout.failures.sample_retries={retries}"
-    data = [{**row, "path": str(tmp_path / "my_loop.py")} for row in rows(STEPS * BATCH, 5)]
-    training = ScriptedTraining(tmp_path, Placement.COLOCATED, STEPS, limits, data=data, worker=BrokenLoop)
-    with pytest.raises(RuntimeError, match="RuntimeError: the loop failed") as failed:
-        training.train(1)
-    asyncio.run(training.driver.explain(failed.value))
-    training.kill()
-    assert "".join(traceback.format_exception(failed.value)).count('my_loop.py", line 3') == 1

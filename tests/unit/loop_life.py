@@ -37,8 +37,8 @@ PROMPT = [7, 8, 9]
 def config_of(response_length=64, prompt_length=16, *, correction="none", **more):
     """Without a correction loops may sample as they like."""
     sizes = {"response_length": response_length, "prompt_length": prompt_length}
-    rollout = SimpleNamespace(**sizes, **{"scheduling_policy": "fcfs", "name": "vllm", "temperature": 1.0, **more})
-    ours = SimpleNamespace(correction=correction)
+    rollout = SimpleNamespace(**sizes, **{"name": "vllm", "temperature": 1.0, **more})
+    ours = SimpleNamespace(correction=correction, resume_kv="recompute")
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), partial_rollout=ours)
 
 

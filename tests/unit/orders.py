@@ -63,3 +63,8 @@ def writes(group: QueuedGroup):
 
 
 BROKEN = (raises, raises_later, is_text, is_nothing, is_nan, writes)
+
+
+def itself(group: QueuedGroup):
+    """What an order gets."""
+    return group

@@ -67,8 +67,8 @@ class Local:
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(call(*arguments)))
 
 
-class SlotProvider:
-    """Grants slots at once; has what samples have reported."""
+class Claims:
+    """A claim loop that grants slots at once; has what samples have reported."""
 
     def __init__(self):
         self.segments = []
@@ -82,24 +82,16 @@ class SlotProvider:
         sample.unsent = []
 
 
-def live_sample(slot_provider=None, segments=(), *, id="0/0#0", order=0, **settings):
+def live_sample(segments=(), *, id="0/0#0", order=0):
     """A sample that is granted to its worker with these segments of its first turn."""
-    from recipe.partial_rollout.worker.live_sample import LiveSample
+    from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 
     lease = Lease(id, id.partition("#")[0], order, {}, tuple(segments))
-    return LiveSample(lease, slot_provider, **settings)
+    return LiveSample(lease, SampleClock(f"sample {id}"))
 
 
 async def hangs(*_, **__):
     await asyncio.sleep(60)
-
-
-async def lets_a_cancellation_out():
-    """As a library that cancels what it awaits."""
-    call = asyncio.ensure_future(hangs())
-    await asyncio.sleep(0)
-    call.cancel()
-    await call
 
 
 def script_replicas(patch, generate):

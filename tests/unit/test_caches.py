@@ -40,7 +40,7 @@ def run(script, *args, **known):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_models_are_read_where_nothing_can_be_written_and_tables_are_made_elsewhere(tmp_path, given):
+def test_models_are_read_from_a_read_only_home_and_tables_made_elsewhere(tmp_path, given):
     """A model's home that is mounted for reading, or lies in a home that is: each start ended at its data files."""
     cache, hub = tmp_path / ".cache", tmp_path / ("models" if given else ".cache/huggingface")
     hub.mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_models_are_read_where_nothing_can_be_written_and_tables_are_made_elsewh
 
 
 @pytest.mark.parametrize("known", ["HOME", "XDG_CACHE_HOME"])
-def test_home_or_cache_that_cannot_be_written_is_said_once_and_libraries_write_elsewhere(tmp_path, known):
+def test_read_only_home_or_cache_is_said_once_and_not_written_to(tmp_path, known):
     (tmp_path / "file").touch()
     done = run(READ_ONLY, **{"HOME": str(tmp_path), known: str(tmp_path / "file" / "home")})
     assert done.stderr.count("cannot be written: what this run caches is in ") == 1

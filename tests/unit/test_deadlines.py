@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 PACKAGE = Path(here.__file__).parent
 ROOMS = ("rollout", "training", "engine", "worker", "manager")
 WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
-"""``waits.wait``, ``WeightTransfer._watched``, the guard's two; asyncio's own, which takes seconds"""
+"""``waits.wait``, ``RecipeCheckpointManager._watched``, the guard's two; asyncio's own, which takes seconds"""
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "the guard, in the next line",
@@ -28,8 +28,8 @@ ENDED_BY = {
     "rollout/guard.py follow_lengths": "the guard, in the next line",
     "training/agent_loop_manager.py spawn": "nobody waits: makes an actor",
     "training/agent_loop_manager.py _take_calls": "within interrupt_s, two lines on",
-    "training/weight_transfer.py _meet": "_watched, by stage",
-    "training/weight_transfer.py load": "_watched, four lines on",
+    "training/weight_transfer.py _meet": "_watched, by the constructor",
+    "training/weight_transfer.py load_staged": "_watched, four lines on",
     "engine/replica.py check_alive": "ServerControl._all, within interrupt_s",
     "engine/replica.py hold_generation": "ServerControl._all, within interrupt_s",
     "engine/replica.py launch_servers": "verl at the start, ServerControl.restart_dead later",

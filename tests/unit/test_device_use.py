@@ -37,41 +37,22 @@ def test_sampling_that_fails_ends_in_a_line_and_the_run_goes_on(capsys):
     assert "rollout/device_use ends here" in capsys.readouterr().out
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Makes this one that with so many GPUs, of which Ray has some."""
-
-    def build(devices, of_ray, busy=(50, 100)):
-        def at(index):
-            if index >= devices:
-                raise ValueError("no such device")
-            return index
-
-        nvml = SimpleNamespace(
-            nvmlInit=lambda: None,
-            nvmlDeviceGetCount=lambda: devices,
-            nvmlDeviceGetHandleByIndex=at,
-            nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=busy[device]),
-        )
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        nodes = [{"NodeID": "here", "Resources": {"GPU": of_ray}}, {"NodeID": "there", "Resources": {"GPU": 8.0}}]
-        monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-
-    return build
-
-
-def test_devices_of_the_node_are_sampled_if_ray_has_them_all(machine):
-    machine(devices=2, of_ray=2.0)
+@pytest.mark.parametrize(
+    ("devices", "of_ray", "share"), [(2, 2.0, 0.75), (0, 0.0, None), (2, 1.0, None), (None, 2.0, None)]
+)
+def test_devices_of_the_node_are_sampled_if_ray_has_them_all(monkeypatch, devices, of_ray, share):
+    """``devices`` None: there is no NVML."""
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: devices,
+        nvmlDeviceGetHandleByIndex=range(devices or 0).__getitem__,
+        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=(50, 100)[device]),
+    )
+    nodes = [{"NodeID": "here", "Resources": {"GPU": of_ray}}, {"NodeID": "there", "Resources": {"GPU": 8.0}}]
+    monkeypatch.setitem(sys.modules, "pynvml", None if devices is None else nvml)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     use = DeviceUse.of_this_node()
-    waited_for(lambda: use._seen)
-    assert use.within(0.0, time.time() + 1) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize(("devices", "of_ray", "nvml"), [(0, 0.0, True), (2, 1.0, True), (2, 2.0, False)])
-def test_without_all_devices_or_without_nvml_there_is_no_figure(machine, monkeypatch, devices, of_ray, nvml):
-    machine(devices, of_ray)
-    if not nvml:
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert DeviceUse.of_this_node() is None
+    if share is not None:
+        waited_for(lambda: use._seen)
+    assert (use and use.within(0.0, time.time() + 1)) == share

@@ -15,8 +15,8 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, RolloutPhase, Round, TrainedGroup
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import run_settings
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
 from verl_ext.tracking_observer import observed_tracking
@@ -127,7 +127,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_run_continues_where_its_last_process_was_and_keeps_what_that_superseded(live, tmp_path, name):
+def test_run_continues_its_last_process_and_keeps_what_that_superseded(live, tmp_path, name):
     script, resumed, trained, ids, aside = SCRIPTS[name]
     run, other, processes = tmp_path / "run", tmp_path / "other", []
     live("o", until=6, directory=other)
@@ -157,15 +157,6 @@ def test_run_that_went_back_can_return_to_the_branch_that_it_left(live, tmp_path
     agrees(run, fourth)
 
 
-def test_checkpoint_of_another_run_that_lies_here_brings_no_record_of_the_run_before(live, tmp_path):
-    other, run = tmp_path / "other", tmp_path / "run"
-    live("a", until=6, directory=other)
-    live("x", until=3)
-    shutil.copytree(other / "global_step_4", run / "global_step_4")
-    live("b", until=STEPS, mode="resume_path", path=run / "global_step_4")
-    assert trained_by(run) == "bbbb" and saved_steps(run) == [4, 6, 8]
-
-
 def test_checkpoint_that_a_run_began_from_and_that_is_gone_is_named(live, tmp_path):
     other = tmp_path / "other"
     live("a", until=6, directory=other)
@@ -184,7 +175,7 @@ def test_tracker_that_verls_save_left_torn_counts_every_checkpoint(live, tmp_pat
     assert live("b", until=STEPS).checkpoints.resumed_step == 2
 
 
-def test_stop_right_after_a_start_from_another_runs_checkpoint_leaves_that_run_alone(live, tmp_path):
+def test_stop_after_a_start_from_another_runs_checkpoint_spares_that_run(live, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     live("a", until=6, directory=other)
     manifest = other / "global_step_4" / "partial_rollout" / "manifest.json"
@@ -211,7 +202,7 @@ def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path)
 
 
 @pytest.mark.parametrize("how", [BACK, OVER])
-def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, how, monkeypatch):
+def test_start_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, how, monkeypatch):
     move, killed = run_checkpoints.shutil.move, True
     for survives in range(9):
         if not killed:
@@ -238,7 +229,7 @@ def test_start_that_is_cut_off_while_it_sets_things_aside_is_finished_by_the_nex
     assert survives > 1
 
 
-def test_start_says_which_steps_it_trains_again_and_what_it_supersedes_only_if_there_is_any(live, tmp_path, capsys):
+def test_start_says_which_steps_it_trains_again_and_what_it_supersedes(live, tmp_path, capsys):
     def said(who, until, **how):
         capsys.readouterr()
         live(who, until=until, **how)

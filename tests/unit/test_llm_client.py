@@ -16,7 +16,7 @@ from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.live_sample import SampleClock, context_hash, digest_of
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from tests.unit.loop_life import config_of
-from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.shared import Claims, live_sample
 
 TOKENIZER = build_tokenizer()
 
@@ -33,7 +33,7 @@ def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fiel
 def client_of(replicas="", **rollout):
     """A client that chooses among ``replicas``, or has the one that is scripted."""
     client = PartialRolloutLLMClient(config_of(10, 4, correction="decoupled", **rollout))
-    client.tokenizer = TOKENIZER
+    client.tokenizer, client.claims = TOKENIZER, Claims()
     if replicas:
         client.replicas = ReplicaChoice(dict.fromkeys(replicas))
     return client
@@ -50,17 +50,14 @@ def generate(client, sample, prompt=(1, 2, 3), params=None, **sampling_params):
     return asyncio.run(run())
 
 
-def live(slot_provider=None, *segments, **given):
-    return live_sample(slot_provider or SlotProvider(), segments, **given)
-
-
 def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine):
     engine.answers = [tokens(5, 6, 7, stop="aborted", version=3), tokens(8, version=4)]
-    sample, params = live(), {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}
-    output = generate(client_of(), sample, params=params)
+    params = {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}
+    client, sample = client_of(), live_sample()
+    output = generate(client, sample, params=params)
     assert output.token_ids == [5, 6, 7, 8] and of(sample.segments) == [([5, 6, 7], 3, None), ([8], 4, "completed")]
     assert output.log_probs == pytest.approx([-0.5, -0.6, -0.7, -0.8])
-    assert of(sample.slot_provider.segments) == [([5, 6, 7], 3, None)]
+    assert of(client.claims.segments) == [([5, 6, 7], 3, None)]
     first = {"temperature": 1.0, "logprobs": True, "detokenize": False, "max_tokens": 9, "min_tokens": 4}
     second = first | {"max_tokens": 6, "min_tokens": 1}
     assert [request[1:3] for request in engine.asked] == [([1, 2, 3], first), ([1, 2, 3, 5, 6, 7], second)]
@@ -70,7 +67,7 @@ def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine
 def test_later_turn_has_the_rest_of_the_response_and_needs_log_probs(engine):
     engine.answers = [tokens(5, 6, log_probs=False)]
     with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
-        generate(client_of(), live(), prompt=range(12))
+        generate(client_of(), live_sample(), prompt=range(12))
     assert engine.asked[0][2]["max_tokens"] == 2
 
 
@@ -104,31 +101,29 @@ HELD_AND_INTERRUPTED = tokens(5, 6, 7, stop="aborted", version=4, marks=[(2, 3)]
     ],
 )
 def test_held_call_is_a_segment_for_each_version(engine, answers, params, segments, handed_in):
-    engine.answers, slot_provider = deepcopy(answers), SlotProvider()
-    sample = live(slot_provider)
-    output = generate(client_of(), sample, **params)
+    engine.answers, client, sample = deepcopy(answers), client_of(), live_sample()
+    output = generate(client, sample, **params)
     assert of(sample.segments) == segments and output.token_ids == [i for ids, *_ in segments for i in ids]
     versions = [version for _, version, _ in segments]
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (min(versions), max(versions))
     assert "version_marks" not in fields and output.stop_reason == "completed"
-    assert of(slot_provider.segments) == handed_in and engine.answers == []
+    assert of(client.claims.segments) == handed_in and engine.answers == []
 
 
 def test_call_aborted_without_a_token_adds_no_segment(engine):
     queued = tokens(stop="aborted", log_probs=False)
     engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
-    client, sample = client_of(scheduling_policy="priority"), live(order=7)
+    client, sample = client_of(), live_sample(order=7)
     assert generate(client, sample).token_ids == [5, 6, 7]
     assert [options["priority"] for *_, options in engine.asked] == [7] * 5
     assert of(sample.segments) == [([5, 6], 0, None), ([7], 0, "completed")]
-    assert len({request[0] for request in engine.asked}) == 5, "every call has a request id of its own"
     assert [call.resumed_tokens for call in client.take_calls()] == [0, 0, 0, 0, 5], "what was queued read nothing"
 
 
 def test_turn_after_a_tool_reads_again_what_the_replica_has_lost(engine):
     engine.answers = [tokens(5, 6), tokens(stop="aborted"), tokens(7, stop="aborted", num_cached_tokens=4), tokens(8)]
-    client, sample = client_of(), live()
+    client, sample = client_of(), live_sample()
     generate(client, sample)
     generate(client, sample, prompt=(1, 2, 3, 5, 6, 90, 91))
     # 90 and 91, the tool's, are new to it. A call that was aborted in the queue read nothing; the last continues the turn.
@@ -146,7 +141,7 @@ def known(*segments, prompt=(1, 2, 3), **params):
 
 def test_single_turn_sample_goes_on_from_its_tokens(engine):
     engine.answers = [tokens(9, version=2)]
-    sample = live(None, *known(([5], 0, None), ([6], 1, None)))
+    sample = live_sample(known(([5], 0, None), ([6], 1, None)))
     output = generate(client_of(), sample)
     assert (output.token_ids, output.log_probs[:2]) == ([5, 6, 9], pytest.approx([-0.5, -0.6]))
     assert [(context, params["max_tokens"]) for _, context, params, _ in engine.asked] == [([1, 2, 3, 5, 6], 8)]
@@ -156,7 +151,7 @@ def test_single_turn_sample_goes_on_from_its_tokens(engine):
 
 def test_finished_turn_is_not_decoded_again_nor_given_to_another_call(engine):
     engine.answers = [tokens(4)]
-    sample = live(None, *known(([5, 6], 0, "stop")))
+    sample = live_sample(known(([5, 6], 0, "stop")))
     other = generate(client_of(), sample, prompt=[1])
     first = generate(client_of(), sample)
     assert (other.token_ids, first.token_ids, first.stop_reason) == ([4], [5, 6], "stop")
@@ -179,10 +174,10 @@ def test_finished_turn_is_not_decoded_again_nor_given_to_another_call(engine):
 def test_parameter_that_would_not_survive_an_interruption_is_refused(engine, key, value):
     engine.answers = [tokens(5)]
     with pytest.raises(ValueError, match=f"sample 0/0#0: .* asks for {key}=.*enable=False"):
-        generate(client_of(), live(), **{key: value})
+        generate(client_of(), live_sample(), **{key: value})
     assert engine.asked == []
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3, "seed": -1}
-    assert generate(client_of(), live(), **off).token_ids == [5]
+    assert generate(client_of(), live_sample(), **off).token_ids == [5]
 
 
 def text(letters):
@@ -210,7 +205,7 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, re
     """Each call but the last is interrupted."""
     *aborted, last = answers
     segments = known((text(aborted.pop(0)), 0, None), max_tokens=99, **params) if resumed else ()
-    sample = live(None, *segments)
+    sample = live_sample(segments)
     engine.answers = [tokens(*text(letters), stop="aborted") for letters in aborted]
     engine.answers += [] if last is None else [tokens(*text(last))]
     output = generate(client_of(), sample, max_tokens=99, **params)
@@ -220,7 +215,7 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, re
 
 
 def test_call_whose_replica_died_is_made_again_at_another(engine):
-    client, sample = client_of("ab"), live()
+    client, sample = client_of("ab"), live_sample()
     engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6)]
     assert generate(client, sample).token_ids == [5, 6]
     assert [request[1] for request in engine.asked] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
@@ -231,14 +226,14 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
 @pytest.mark.parametrize(
     ("error", "asked", "kind", "said"),
     [
-        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0@2"),
+        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0: "),
         (OSError("bad request"), 1, RuntimeError, "vLLM replica a refused .* OSError: bad request"),
     ],
 )
 def test_call_fails_once_no_replica_is_left_or_a_living_one_refuses_it(engine, error, asked, kind, said):
     engine.answers = [error, error]
     with pytest.raises(kind, match=said):
-        generate(client_of("ab"), live())
+        generate(client_of("ab"), live_sample())
     assert len(engine.asked) == asked
 
 
@@ -262,7 +257,7 @@ def test_request_id_of_a_loops_own_is_never_taken_for_a_training_samples(engine)
 
 
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
-    class Busy(SlotProvider):
+    class Busy(Claims):
         @contextlib.asynccontextmanager
         async def engine_call(self, sample):
             await asyncio.sleep(0.05)
@@ -270,7 +265,8 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
 
     engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10), tokens(5)]
     client = client_of()
-    assert "queued_s" not in generate(client, live(Busy())).extra_fields, "no agent loop carries it on"
+    client.claims = Busy()
+    assert "queued_s" not in generate(client, live_sample()).extra_fields, "no agent loop carries it on"
     asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
     calls = client.take_calls()
     assert [(call.sample, call.interrupted, call.tokens, call.version) for call in calls] == [
@@ -284,12 +280,12 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
 
 
-@pytest.mark.parametrize("sample", [live(), None], ids=["training", "validation"])
+@pytest.mark.parametrize("sample", [live_sample(), None], ids=["training", "validation"])
 def test_call_whose_connection_drops_is_made_again(engine, monkeypatch, sample):
     monkeypatch.setattr(waits, "AGAIN_S", 0.001)
     client = client_of("ab")
     engine.answers = [ActorUnavailableError("connection reset", None), *[tokens(i) for i in range(20)]]
     assert generate(client, sample).token_ids == [0]
     for _ in range(19):
-        generate(client, live())
+        generate(client, live_sample())
     assert len(engine.asked) == 21 and {call.replica for call in client.take_calls()[1:]} == {"a", "b"}

@@ -7,11 +7,9 @@ import asyncio
 import contextlib
 import contextvars
 import copy
-import gc
 import math
 import sys
 import threading
-import weakref
 from types import SimpleNamespace
 
 import anyio
@@ -313,19 +311,6 @@ def test_loop_that_catches_its_cancellation_ends_by_its_timeout(monkeypatch):
     assert output.masked and "sample_timeout_s" in output.extra_fields["sample_error"]
 
 
-def test_loop_that_keeps_the_client_of_another_trains_nothing_with_it():
-    kept = []
-
-    async def client_of_the_first(client, row, params):
-        kept.append(client)
-        return output_with(await ask(kept[0], params, 10))
-
-    outputs = play(lambda: Life(client_of_the_first, [{}] * 4))
-    assert [output.masked for output in outputs].count(False) == 1
-    said = [output.extra_fields["sample_error"] for output in outputs if output.masked]
-    assert all("no engine call made" in words or "has ended: its agent loop has returned" in words for words in said)
-
-
 TOKENIZER = byte_tokenizer(CHATML, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
 QUESTION = {"role": "user", "content": "1+2=_"}
 
@@ -460,73 +445,7 @@ def test_tools_that_a_thread_of_a_loop_calls_run_in_the_workers_loop():
     assert not output.masked, output.extra_fields
 
 
-def test_client_of_a_sample_that_has_ended_is_freed_at_once():
-    """Full garbage collections wait for the end of the round (``manager/garbage.py``)."""
-    clients = []
-
-    async def plain_of(client, row, params):
-        clients.append(weakref.ref(client))
-        return await plain(client, row, params)
-
-    async def story(life):
-        await life.stop_round()
-        return [each() for each in clients]
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert play(lambda: Life(plain_of, [{}] * 4, batch=4), story) == [None] * 4
-    finally:
-        gc.enable()
-
-
 # -- lives of a sample -------------------------------------------------------------------------------------------------
-
-
-def lives_of(turns, how):
-    """A loop of ``turns`` turns of five tokens, each with a tool call, whose first life ends after the last.
-
-    Returns its output, its training, at which turns the tool was called, and the response of the first life.
-    """
-    called, ended = [], []
-
-    async def look(at):
-        called.append(at)
-        return "a"
-
-    async def converses(client, row, params):
-        made, mask = [], []
-        for turn in range(turns):
-            answer = (await ask(client, params, 5, PROMPT + made)).token_ids
-            await row["tools"]["look"].call({"at": turn})
-            made, mask = [*made, *answer, 1], [*mask, *[1] * len(answer), 0]
-        if not ended:
-            ended.append(made)
-            if how == "fails":
-                raise LookupError("it is tried again")
-            await asyncio.Event().wait()
-        return output_of(PROMPT, made, mask)
-
-    async def story(life):
-        if how == "worker dies":
-            # Its slot goes back after 10 ms, and what it has made is reported.
-            while not (ended and life.actor._manager.samples.parked):
-                await asyncio.sleep(0.001)
-            await life.die()
-        return (await life.train())[1], life
-
-    output, life = play(beside_plain(converses, functions=[function("look", look)], tick=0.01), story)
-    return output, life.figures()["failures/lost_tokens_total"], called, ended[0]
-
-
-@pytest.mark.parametrize("how", ["fails", "worker dies"])
-def test_single_turn_sample_goes_on_and_a_conversation_begins_anew(how):
-    output, lost, called, before = lives_of(1, how)
-    assert output.response_ids.tolist() == before and called == [0, 0]
-    assert output.metrics["untrained_tokens"] == lost == 0
-    output, lost, called, before = lives_of(3, how)
-    assert not output.masked and output.response_ids.tolist() != before and called == [0, 1, 2] * 2
-    assert (lost, output.metrics["untrained_tokens"]) == (15, 0)
 
 
 def test_conversation_of_a_run_resumed_three_times_trains_within_the_bound(tmp_path):

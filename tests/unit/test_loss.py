@@ -60,15 +60,15 @@ def build_batch(seed, *, updates=2):
     }
 
 
-def weights_of(batch, proximal, level="token"):
-    return compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], level, CAP)[0]
+def weights_of(batch, proximal, granularity="token"):
+    return compute_rollout_correction_weights(proximal - batch["behaviour"], batch["mask"], granularity, CAP)[0]
 
 
-def policy_of(*, from_update=False, level="token", check=False, cap=CAP):
-    return ProximalPolicy(from_update, level, cap, check_every=1 if check else 10)
+def policy_of(*, from_update=False, granularity="token", check=False, cap=CAP):
+    return ProximalPolicy(from_update, granularity, cap, check_every=1 if check else 10)
 
 
-def micro_batch(batch, *, from_update=False, level="token", tokens=None, version=VERSION):
+def micro_batch(batch, *, from_update=False, granularity="token", tokens=None, version=VERSION):
     """As verl's trainer sends it: prompts, then the responses, without padding."""
     prompts = (torch.arange(3) >= 3 - torch.tensor(PROMPTS)[:, None]).long()
     attention = torch.cat([prompts, batch["response"]], dim=1)
@@ -85,7 +85,7 @@ def micro_batch(batch, *, from_update=False, level="token", tokens=None, version
         "rollout_versions": batch["versions"].int(),
     }
     if not from_update:
-        fields["rollout_is_weights"] = weights_of(batch, batch["proximal"], level)
+        fields["rollout_is_weights"] = weights_of(batch, batch["proximal"], granularity)
     data = left_right_2_no_padding(TensorDict(fields, batch_size=ROWS))
     tokens = int(batch["mask"].sum()) if tokens is None else tokens
     told = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": ROWS, loss.VERSION: version}
@@ -136,7 +136,7 @@ def run(
     policy = policy_of(**how)
     extra = {} if function is ppo_loss else {"policy": policy, "region": region}
     if data is None:
-        data = micro_batch(batch, from_update=policy.from_update, level=policy.level, version=version)
+        data = micro_batch(batch, from_update=policy.from_update, granularity=policy.granularity, version=version)
     rows, value, figures = engine_rows(batch), 0.0, defaultdict(float)
     torch.manual_seed(0)
     for start in range(0, ROWS, size):
@@ -218,25 +218,27 @@ def test_it_never_trains_without_weights(loss_mode):
         run(build_batch(0), data=data, loss_mode=loss_mode)
 
 
-@pytest.mark.parametrize("level", ["geometric", "sequence", None])
-def test_one_update_trains_as_after_a_pass_over_the_batch(level):
+@pytest.mark.parametrize("granularity", ["geometric", "sequence", None])
+def test_one_update_trains_as_after_a_pass_over_the_batch(granularity):
     """The pass gives the log-probs from which the update starts: value and gradient are the same without it."""
     batch = build_batch(3)
-    value, gradient, metrics = run(batch, from_update=True, level=level)
+    value, gradient, metrics = run(batch, from_update=True, granularity=granularity)
     after = {**batch, "proximal": batch["current"]}
-    data = micro_batch(after, level=level or "token")
-    if level is None:
+    data = micro_batch(after, granularity=granularity or "token")
+    if granularity is None:
         del data["rollout_is_weights"]
     expected, slopes, _ = run(after, function=ppo_loss, data=data)
     assert value == expected and torch.equal(gradient, slopes) and gradient.any()
-    weights = level and agg_loss(weights_of(batch, batch["current"], level), batch["mask"], "token-mean").item()
-    assert metrics.get(f"{OURS}rollout_corr/rollout_is_mean") == (level and pytest.approx(weights))
+    weights = (
+        granularity and agg_loss(weights_of(batch, batch["current"], granularity), batch["mask"], "token-mean").item()
+    )
+    assert metrics.get(f"{OURS}rollout_corr/rollout_is_mean") == (granularity and pytest.approx(weights))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("from_update", [False, True])
 @pytest.mark.parametrize(
-    ("loss_mode", "level", "agg"),
+    ("loss_mode", "granularity", "agg"),
     [
         ("vanilla", "token", "token-mean"),
         ("gpg", "token", "token-mean"),
@@ -244,9 +246,9 @@ def test_one_update_trains_as_after_a_pass_over_the_batch(level):
         ("gspo", "geometric", "seq-mean-token-mean"),
     ],
 )
-def test_micro_batches_of_any_size_add_up_to_the_batch(loss_mode, level, agg, from_update, size):
-    batch, region = build_batch(5), None if level == "geometric" else REGION
-    how = {"loss_mode": loss_mode, "level": level, "agg": agg, "from_update": from_update}
+def test_micro_batches_of_any_size_add_up_to_the_batch(loss_mode, granularity, agg, from_update, size):
+    batch, region = build_batch(5), None if granularity == "geometric" else REGION
+    how = {"loss_mode": loss_mode, "granularity": granularity, "agg": agg, "from_update": from_update}
     value, gradient, found = run(batch, region, size=size, **how)
     expected, slopes, metrics = run(batch, region, **how)
     assert value == pytest.approx(expected) and slopes.any(1).sum() >= ROWS // 2
@@ -325,8 +327,8 @@ def test_sequence_is_in_or_out_as_a_whole_with_one_ratio_a_sequence(loss_mode):
     means = ((batch["current"] - batch["behaviour"]) * batch["mask"]).sum(1) / tokens
     out = (means * batch["advantages"][:, 0] > 0) & ((means.exp() > 1.1) | (means.exp() < 0.9)) & (batch["mask"].any(1))
     region = BehaviourRegion(0.1, 0.1, per_sequence=True)
-    plain = run(batch, loss_mode=loss_mode, level="geometric")[1]
-    regional = run(batch, region, loss_mode=loss_mode, level="geometric")[1]
+    plain = run(batch, loss_mode=loss_mode, granularity="geometric")[1]
+    regional = run(batch, region, loss_mode=loss_mode, granularity="geometric")[1]
     assert out.any() and plain[out].any() and plain[~out].any()
     # geo_mean adds 1e-10 to a weight before it takes its logarithm.
     torch.testing.assert_close(regional, plain * ~out[:, None], atol=1e-9, rtol=0)
@@ -393,7 +395,7 @@ def test_pickled_loss_has_its_region_and_no_dual_clip_where_it_is_null(composed_
     assert (region.low, region.high, region.per_sequence) == (0.07, 0.2, False)
 
 
-# -- behaviour weights: token and sequence level are verl's own --------------------------------------------------------
+# -- behaviour weights: token and sequence granularity are verl's own --------------------------------------------------
 
 
 def log_ratios(rows=5, width=12, spread=0.4, seed=0):
@@ -424,10 +426,10 @@ def test_geometric_weights_are_capped_masked_and_normalised_as_verls():
             assert metrics["rollout_is_eff_sample_size"] == pytest.approx(ess, rel=1e-5)
 
 
-@pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
-def test_batch_whose_weights_are_all_masked_has_no_effective_sample(level):
+@pytest.mark.parametrize("granularity", ["token", "geometric", "sequence"])
+def test_batch_whose_weights_are_all_masked_has_no_effective_sample(granularity):
     log_ratio, mask = log_ratios(spread=0.01)
-    weights, metrics = compute_rollout_correction_weights(log_ratio - 2.0, mask, level, "0.9_1.1")
+    weights, metrics = compute_rollout_correction_weights(log_ratio - 2.0, mask, granularity, "0.9_1.1")
     assert not weights.any() and metrics["rollout_is_eff_sample_size"] == 0
     assert metrics["rollout_is_mean"] == pytest.approx(0, abs=1e-9) and metrics["rollout_is_oob_ratio"] == 1
     assert all(map(math.isfinite, metrics.values()))

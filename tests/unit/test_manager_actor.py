@@ -56,7 +56,7 @@ def uids(groups):
 
 
 @BOTH
-async def test_batch_is_taken_at_its_decision_and_a_stopped_round_is_not_refilled(stop, prompts, output):
+async def test_batch_is_taken_at_its_decision_and_a_stopped_round_has_no_refill(stop, prompts, output):
     actor, (first, second) = await begun(prompts, batch=2, mode=Mode.SSIM)
     actor.CLAIM_WAIT_S = 0.01
     waiting = await pending(actor.wait_batch(stop))
@@ -129,32 +129,7 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 # -- dynamic sampling --------------------------------------------------------------------------------------------------
 
 
-async def test_groups_admitted_and_filtered_beside_the_trainer_are_told_with_its_step_once(prompts, output):
-    """Prompt 3 is admitted after the first batch was decided, and filtered before that batch is trained."""
-    actor, _ = await begun(prompts, batch=2, n=2, mode=Mode.SSIM, group_filter=FilterSettings("reward"))
-    actor.CLAIM_WAIT_S = 0.01
-
-    async def score(rewards, *groups):
-        for group in groups:
-            await end(actor, output, f"{group}#0", f"{group}#1", rewards=rewards)
-
-    async def step(*groups):
-        await score((0, 1), *groups)
-        await soon(actor.wait_batch(False))
-        await actor.claim("w0")
-
-    await step("0/0", "0/1")
-    await score((1, 1), "0/3", "0/2")
-    first = await actor.finish_step()
-    await actor.begin_version(1, [], 0)
-    await actor.claim("w0")
-    await step("0/4", "0/5")
-    second = await actor.finish_step()
-    assert uids(first.filtered) == ["0/3", "0/2"] and second.filtered == []
-    assert [*first.admitted, *second.admitted] == [f"0/{i}" for i in range(6)] and "0/3" in first.admitted
-
-
-async def test_prompts_are_asked_for_when_dynamic_sampling_runs_low_and_no_version_begins_where_data_ends(prompts):
+async def test_prompts_are_wanted_when_few_are_left_and_none_begin_at_the_end(prompts):
     actor, _ = await begun(prompts, count=4, left=6, batch=2, group_filter=FilterSettings("reward"))
     assert await soon(actor.wait_batch(True)) is None and await actor.wanted() == 6
     actor = actor_of(batch=2, group_filter=FilterSettings("reward"))

@@ -232,7 +232,7 @@ class ManagerLife(RuleBasedStateMachine):
         leases = self.manager.claim(worker)
         overdue = self.next_to_train() - self.max_staleness
         births = dict(model.births)
-        shared = [g for g in leases if not g.held and births.get(g.group_uid, model.version) > overdue]
+        shared = [g for g in leases if not g.resident and births.get(g.group_uid, model.version) > overdue]
         assert len(shared) <= max(0, below_share), "more than its share"
         for lease in leases:
             sample_id = lease.sample_id

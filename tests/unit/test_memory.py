@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 
-from recipe.partial_rollout.manager import garbage
+from recipe.partial_rollout.manager.actor import allow_full_collections, postpone_full_collections
 from tests.unit.runs import large_run
 
 TRACED = """
@@ -45,9 +45,9 @@ class Cycle:
 
 def test_no_full_collection_runs_within_a_round():
     # Another test of this process may have left a round open.
-    garbage.release()
+    allow_full_collections()
     usual, before, full = gc.get_threshold(), weakref.ref(Cycle()), []
-    garbage.hold()
+    postpone_full_collections()
     within = weakref.ref(Cycle())
     gc.collect()
     gc.callbacks.append(lambda phase, info: full.append(info["generation"] == 2))
@@ -57,7 +57,7 @@ def test_no_full_collection_runs_within_a_round():
         assert kept and full and not any(full)
     finally:
         gc.callbacks.pop()
-        garbage.release()
+        allow_full_collections()
     assert gc.get_threshold() == usual and gc.get_freeze_count() == 0
     gc.collect()
     assert before() is None

@@ -10,7 +10,7 @@ import pytest
 from recipe.partial_rollout.config.keys import ConfigError, read
 from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig, Scheduling, SchedulingPolicy
 from recipe.partial_rollout.manager.actor import ManagerActor
-from recipe.partial_rollout.manager.scheduling import get_scheduling_priority, order_of, queued
+from recipe.partial_rollout.manager.scheduling import get_scheduling_priority, order_of
 from recipe.partial_rollout.manager.types import Prompt, PromptGroup, RolloutFailedError, Sample
 from tests.unit import orders
 from tests.unit.shared import InProcess, settings_of
@@ -40,7 +40,7 @@ def test_every_policy_has_an_order_of_its_own(policy):
         (orders.newest_first, 0, [0, 1, 2, 3]),
     ],
 )
-def test_prompts_start_in_the_order_of_the_key_unless_overtaking_is_limited(manager, order, overtake, started):
+def test_prompts_start_in_the_order_of_the_key_unless_overtaking_ends_it(manager, order, overtake, started):
     m = manager(batch=2, n=1, overlap=1.0, policy=named(order), overtake=overtake)
     m.begin_version(0)
     assert [lease.order for lease in m.claim("w0")] == started
@@ -49,7 +49,7 @@ def test_prompts_start_in_the_order_of_the_key_unless_overtaking_is_limited(mana
 def test_key_reads_a_group_and_cannot_change_it(segment):
     group = PromptGroup(Prompt("0/7", {"index": 7}), 7, birth=2, unfinished=1, finished_length=30)
     group.samples = [Sample("0/7#0", group), Sample("0/7#1", group, segments=[segment(5)])]
-    seen = queued(group)
+    seen = order_of(Scheduling(named(orders.itself)), 1)(group)
     assert (seen.uid, seen.order, seen.birth, seen.row["index"]) == ("0/7", 7, 2, 7)
     assert (seen.samples, seen.unfinished, seen.mean_finished_length, seen.tokens) == (2, 1, 30, 35)
     for name in ("birth", "unfinished", "row"):

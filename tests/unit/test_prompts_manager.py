@@ -61,7 +61,7 @@ def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment
     )
 
 
-def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_this_one(manager, output):
+def test_sample_that_the_next_batch_needs_runs_first_beside_the_trainer(manager, output):
     """By the published key alone a new prompt would go first."""
     m = manager(batch=2, n=1, overlap=1.0, max_staleness=1, policy=SchedulingPolicy.SEED, workers=2, capacity=3)
     begin(m)
@@ -72,7 +72,7 @@ def test_sample_that_the_next_batch_needs_runs_first_even_while_the_trainer_has_
     assert groups_of(m.claim("w0", limit=1)) == ["0/2"]
 
 
-def test_ssim_refills_within_a_round_and_april_tops_up_unfinished_groups_before_one(manager, output):
+def test_ssim_refills_within_a_round_and_april_tops_up_before_one(manager, output):
     m = manager(batch=2, n=2, mode=Mode.SSIM)
     assert begin(m) == 2
     m.claim("w0")
@@ -208,15 +208,3 @@ def test_figures_and_checkpoint_do_not_tell_where_outputs_lay(manager, output):
     assert packed[0] == packed[1] and figures[0] == figures[1]
     # A trained group's outputs are let go at once: until its round ends, the manager's process collects no garbage.
     assert [alive() for alive in store.outputs] == [None, None]
-
-
-def test_filtered_group_is_not_stored_and_its_outputs_are_let_go(manager, output):
-    shelf, first = Shelf(), output(2)
-    m = manager(batch=1, prompts=4, group_filter=ACC, put=shelf.put)
-    alive = weakref.ref(first.response_ids)
-    begin(m)
-    m.claim("w0")
-    m.finish("0/0#0", first)
-    del first
-    finish(m, output, "0/0#1", length=3)
-    assert m.counters.filtered_groups == 1 and not shelf.outputs and alive() is None

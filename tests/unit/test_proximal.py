@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -10,25 +9,6 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import ProximalPolicy, needs_pass
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
-from tests.unit.shared import settings_of
-
-CORRECTION = {
-    "rollout_is": "token",
-    "rollout_is_threshold": 2.0,
-    "rollout_rs": None,
-    "rollout_is_batch_normalize": False,
-}
-
-
-def build(*, from_update=True):
-    actor = {"ppo_epochs": 1 if from_update else 2, "ppo_mini_batch_size": 8}
-    algorithm = {"rollout_correction": CORRECTION, "use_kl_in_reward": False, "adv_estimator": "grpo"}
-    config = {"actor_rollout_ref": {"actor": actor}, "algorithm": algorithm, "data": {"train_batch_size": 8}}
-    return ProximalPolicy.of(OmegaConf.create(config), settings_of())
-
-
-def build_batch():
-    return DataProto.from_single_dict({"rollout_log_probs": torch.tensor([[-1.0, -2.0]])})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +25,7 @@ def build_batch():
         ("partial_rollout.enable=False", None),
     ],
 )
-def test_pass_is_left_out_but_in_every_tenth_step_unless_something_needs_it(composed_config, override, needed):
+def test_pass_runs_in_every_tenth_step_unless_something_needs_it(composed_config, override, needed):
     config = composed_config("quickstart_cpu", override)
     assert needs_pass(config) is bool(needed)
     proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))
@@ -60,10 +40,10 @@ def test_verl_bypasses_its_pass_where_the_update_gives_the_log_probs(monkeypatch
     config, trainer = composed_config("quickstart_cpu"), object.__new__(PartialRolloutRayPPOTrainer)
     vars(trainer).update(config=config, global_steps=step)
     correction = config.algorithm.rollout_correction
-    for proximal, bypassed in ((build(), not passes), (build(from_update=False), not passes)):
-        trainer.proximal = proximal
-        batch = trainer._get_gen_batch(build_batch())
-        assert correction.bypass_mode is bypassed, "where the pass is needed nobody touches it"
+    for from_update in (True, False):
+        trainer.proximal = ProximalPolicy(from_update, "token", 2.0)
+        batch = trainer._get_gen_batch(DataProto.from_single_dict({"rollout_log_probs": torch.zeros(1, 2)}))
+        assert correction.bypass_mode is not passes, "where the pass is needed nobody touches it"
         assert batch.meta_info == {loss.VERSION: step - 1}
 
 

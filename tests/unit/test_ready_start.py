@@ -65,11 +65,6 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     assert ready_start.packed_file(task).stat().st_size < 700_000 and 0 < error < 0.005
 
 
-def test_fingerprint_follows_code_and_not_words():
-    lines = ready_start._code_lines
-    assert lines('"""Words."""\nx = 1\n') == lines('"""Other\nwords."""\n\n# a comment\nx = 1\n') != lines("x = 2\n")
-
-
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))
 @example([[0.0, 0.0, 4.3860641933366774e-43]])
 def test_no_weight_is_off_by_more_than_half_a_level(rows):

@@ -79,17 +79,6 @@ def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
     assert task.compute_score("", f"<answer>{text}</answer>", truth)["score"] < 0.1
 
 
-def test_several_tasks_are_mixed_in_turn_with_options_of_their_own(library, tmp_path):
-    options = '{"chain_sum": {"max_digits": 1, "min_terms": 5}}'
-    sizes = ("--rows", "6", "--held-out", "2")
-    arguments = ("--task", "chain_sum", "gcd", "--config", options, "--ask", "Number?", *sizes)
-    assert make(tmp_path, *arguments) == 0
-    rows = rows_of(tmp_path)["train"]
-    assert list(rows.data_source) == ["reasoning_gym/chain_sum", "reasoning_gym/gcd"] * 3
-    assert all(prompt[0]["content"].endswith("\n\nNumber?") for prompt in rows.prompt)
-    assert rows.prompt[0][0]["content"].count(" + ") + rows.prompt[0][0]["content"].count(" - ") >= 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

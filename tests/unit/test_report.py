@@ -1,28 +1,20 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from recipe.partial_rollout.records.run_log import EngineCall
-from recipe.partial_rollout.tools.reading.columns import CallColumns
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
-from recipe.partial_rollout.tools.report.panels import PANELS
 from recipe.partial_rollout.tools.report.summary import Summary
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout not applied")
-
-MOMENTS = st.integers(0, 30)
 
 
 @pytest.fixture
@@ -78,22 +70,6 @@ def test_figures_of_a_rollout_are_those_worked_out_by_hand(tmp_path):
     assert (summary.segments_per_sample.mean, summary.segments_per_sample.max) == (1.5, 2)
     assert summary.off_policy_token_fraction == pytest.approx(0.6)
     assert load_run(build_run(tmp_path / "c", slots_per_replica=1)).settings.full_concurrency == 2
-
-
-def test_sigmas_of_lengths_and_mixed_samples_are_means_over_the_steps(tmp_path):
-    rounds = default_rounds(steps=2)
-    rounds[0]["trained"] = [build_group(0, [1, 3]), build_group(1, [9, 11])]
-    rounds[1]["trained"] = [build_group(2, [5, 5], staleness=2), build_group(3, [5, 5])]
-    shares = {"partial_rollout/staleness/mixed_samples": 0.5, "partial_rollout/staleness/mixed_tokens": 0.8}
-    mixed = {step: {"timing_s/step": 20.0, "timing_s/gen": 10.0, **(shares if step == 2 else {})} for step in (1, 2)}
-    comparison = compare([load_run(build_run(tmp_path / "a", rounds=rounds, metrics=mixed, arm="PR"))])
-    assert (comparison.base.summary.staleness.mean, comparison.base.summary.staleness.max) == (0.5, 2)
-    assert comparison.base.summary.length_sigma == (pytest.approx(17**0.5 / 2), 0.5)
-    rows = cells(comparison)
-    assert rows["made by several versions: samples / tokens"] == ["50.0% / 80.0%"]
-    assert rows["sigma of lengths, in a batch / in a group"] == ["2 / 0"]
-    # noPR has no such samples, and logs none.
-    assert "made by several versions: samples / tokens" not in cells(compare([load_run(build_run(tmp_path / "b"))]))
 
 
 # -- the table of runs ---------------------------------------------------------------------------------------------------
@@ -185,16 +161,6 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 
 
-def test_order_of_training_and_a_prompt_in_two_epochs_leave_work_equal(tmp_path):
-    rounds = default_rounds()
-    rounds[0]["trained"], rounds[1]["trained"] = rounds[1]["trained"], rounds[0]["trained"]
-    assert compared(tmp_path / "order", other={"rounds": rounds}).others[0].differences == []
-    for r in rounds:
-        r["trained"] = [build_group(r["step"], [100, 100], prompt="same", epoch=r["step"])]
-    both = {"base": {"rounds": rounds}, "other": {"rounds": rounds}}
-    assert compared(tmp_path / "epochs", **both).others[0].differences == []
-
-
 def test_unlike_settings_unfinished_runs_drift_and_losses_are_warned_of(tmp_path):
     kl = [0.0002] * 8 + [0.0085, 0.0001, 0.0157]
     timers = {"timing_s/step": 20.0, "timing_s/gen": 10.0}
@@ -249,17 +215,6 @@ def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
 # -- separate placement: what ran when ---------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(MOMENTS, MOMENTS.filter(bool), st.integers(0, 99)), max_size=12))
-def test_parts_of_calls_add_up_to_the_calls_wherever_these_are_cut(spans):
-    calls = [EngineCall(0, float(start), float(start + length), tokens, 0) for start, length, tokens in spans]
-    parts = [CallColumns(calls).within(a, a + 20.0) for a in (0.0, 20.0, 40.0)]
-    assert sum(call.tokens for part in parts for call in part) == sum(call.tokens for call in calls)
-    ran = sum(call.end - call.start for part in parts for call in part)
-    assert ran == pytest.approx(sum(call.end - call.start for call in calls))
-    for at, part in enumerate(parts):
-        assert all(20 * at <= call.start <= call.end <= 20 * (at + 1) for call in part)
-
-
 def test_each_lane_is_in_one_state_at_a_time(run):
     lanes = lanes_of(run)
     assert sum(state.astype(int) for state in lanes.trainer.values()).max() == 1
@@ -303,13 +258,3 @@ def test_separate_is_compared_by_wall_time_and_never_by_rollout(tmp_path, run):
     assert rows["wall time per 1,000 trained tokens"] == ["80.0 s"]
     assert rows["a hold, mean / p95 / max"] == ["1.0 s / 1.0 s / 1.0 s"]
     assert not {"engines held", "a hold, mean / p95 / max"} & cells(compare([colocated])).keys()
-
-
-def test_figures_of_a_step_are_those_of_a_run_of_it_alone(tmp_path, run):
-    # In turns: 200 tokens in a rollout of 10 s, by one of two replicas. Separate: the first 10 s of calls that go on.
-    def first(run):
-        of = Summary(replace(run, steps=run.steps[:1]))
-        return [panel.figures(of)[0] for panel in PANELS[:2]]
-
-    assert first(load_run(in_turns(tmp_path / "noPR"))) == [pytest.approx(20), pytest.approx(3 / 4)]
-    assert first(run) == [pytest.approx(20), pytest.approx(0.5)]

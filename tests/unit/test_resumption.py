@@ -114,7 +114,7 @@ CHANGES = [
 KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
 
 
-def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(start, tmp_path):
+def test_key_that_differs_from_the_checkpoints_is_refused(start, tmp_path):
     start(*KEEPS, save=2)
     before = listing(tmp_path / "run", "run.lock")
     for change, message in CHANGES:
@@ -134,7 +134,7 @@ def test_key_that_the_checkpoint_was_made_with_is_kept_or_the_start_is_refused(s
 @pytest.mark.parametrize(
     "changed", [range(32), range(16), range(100, 124), [1, 0, *range(2, 24)]], ids=["grown", "shrunk", "other", "order"]
 )
-def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
+def test_changed_rows_are_refused_with_both_counts_and_moved_ones_are_not(start, inputs, arm, changed):
     start(arm=arm, save=2)
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
     assert goes_on(start(f"data.train_files={moved}", arm=arm))
@@ -144,7 +144,7 @@ def test_rows_that_have_changed_are_refused_with_both_counts_and_moved_ones_are_
         start(arm=arm)
 
 
-def test_model_of_another_name_is_refused_and_the_same_one_elsewhere_is_not(start, inputs, tmp_path):
+def test_model_of_another_name_is_refused_and_a_moved_one_is_not(start, inputs, tmp_path):
     start(save=2)
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
     assert goes_on(start(f"actor_rollout_ref.model.path={moved}"))
@@ -171,7 +171,7 @@ def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
         start(f"data.train_files=[{tmp_path}/rest.parquet,{tmp_path}/first.parquet]")
 
 
-def test_validation_alone_needs_the_checkpoints_model_and_nothing_of_its_training(start, inputs):
+def test_validation_alone_needs_only_the_checkpoints_model(start, inputs):
     start(save=2)
     inputs.write(rows(*range(12)))
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
@@ -197,7 +197,7 @@ def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp
     ("steps", "last"),
     [("trainer.total_training_steps=6", 6), ("trainer.total_epochs=1", 6), ("trainer.total_epochs=2", 12)],
 )
-def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
+def test_check_counts_the_steps_left_and_a_finished_run_starts_nothing(
     start, tmp_path, capsys, monkeypatch, steps, last
 ):
     assert start(steps, checks=True) == 0
@@ -223,7 +223,7 @@ def test_check_says_how_many_steps_are_left_and_a_finished_run_starts_nothing(
         assert (over in capsys.readouterr().out) == (not starts and last == 6)
 
 
-def test_second_start_in_a_directory_names_who_holds_it_and_touches_nothing(start, tmp_path):
+def test_second_start_in_a_directory_names_its_holder_and_writes_nothing(start, tmp_path):
     with pytest.raises(ConfigError, match="resume_mode=never: one of"):
         start("trainer.resume_mode=never")
     assert not (tmp_path / "run").exists(), "a start that is refused leaves no directory"

@@ -11,7 +11,7 @@ from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder
-from recipe.partial_rollout.rollout.slots import KV_SHARE, ReplicaSlots
+from recipe.partial_rollout.rollout.replicas import KV_SHARE, ReplicaSlots
 from recipe.partial_rollout.training.trainer_run import TrainerRun
 from tests.unit.shared import settings_of
 
@@ -35,14 +35,14 @@ def call(tokens, context):
         (slots(kv=None), 128, "unknown number", 128),
     ],
 )
-def test_scarce_kv_bounds_the_slots_that_are_not_given_and_the_line_says_why(chosen, per_replica, said, measured):
+def test_scarce_kv_bounds_slots_that_are_not_given_and_the_line_says_why(chosen, per_replica, said, measured):
     assert chosen.per_replica == per_replica
     assert re.search(said, chosen.describe()) and "\n" not in chosen.describe()
     chosen.update([call(4000, 64)])
     assert chosen.per_replica == measured
 
 
-def test_slots_follow_the_context_that_is_measured_unless_the_change_is_small(capsys):
+def test_slots_follow_the_measured_context_unless_the_change_is_small(capsys):
     chosen = slots(replicas=2)
     for nothing in ([], [call(0, 64)], [call(100, None)]):
         chosen.update(nothing)
@@ -69,14 +69,12 @@ def test_preemptions_are_recorded_where_the_engines_count_them():
     ("overrides", "offered"),
     [([], 15), (["partial_rollout.drain=False"], 20), (["algorithm.filter_groups.enable=True"], 20)],
 )
-def test_prompts_are_offered_for_the_steps_that_train_them_unless_more_are_consumed_or_kept(
-    composed_config, overrides, offered
-):
+def test_prompts_are_offered_for_the_steps_that_may_train_them(composed_config, overrides, offered):
     settings = PartialRolloutConfig.from_config(composed_config("quickstart_cpu", *overrides))
     assert TrainingSteps(per_epoch=10, epochs=2, last=15).offered(settings) == offered
 
 
-def test_training_that_asks_for_more_steps_than_its_data_ends_with_the_data(resolved_config, capsys):
+def test_training_of_more_steps_than_its_data_has_ends_with_the_data(resolved_config, capsys):
     config = resolved_config("quickstart_cpu", "trainer.total_epochs=2")
     trainer = SimpleNamespace(config=config, settings=settings_of(4, 8), total_training_steps=9)
     TrainerRun._offer(trainer, range(3))

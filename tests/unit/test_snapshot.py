@@ -167,7 +167,7 @@ def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
             verify(unsealed)
 
 
-def test_directory_without_our_mark_or_of_another_step_or_version_is_foreign(tmp_path):
+def test_directory_of_another_trainer_step_or_version_is_foreign(tmp_path):
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"it has no partial_rollout/.*trainer.default_local_dir"):
         verify(tmp_path / "global_step_3")
@@ -206,7 +206,7 @@ def test_damaged_manifest_never_verifies_as_something_else(tmp_path):
             assert verify(step_dir) == whole
 
 
-def test_newest_whole_checkpoint_is_chosen_torn_ones_are_named_and_foreign_ones_stop(tmp_path, monkeypatch):
+def test_newest_whole_checkpoint_is_chosen_and_a_foreign_one_stops(tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(run_checkpoints.logger, "warning", lambda *words: warned.append(words))
     assert RunCheckpoints(tmp_path / "missing").chosen is RunCheckpoints(tmp_path).chosen is None
@@ -250,7 +250,7 @@ def started(run_dir, *choice, **limits):
     return checkpoints
 
 
-def test_step_whose_trainer_wrote_elsewhere_is_not_sealed_and_takes_no_other_with_it(tmp_path):
+def test_step_whose_trainer_wrote_elsewhere_is_not_sealed(tmp_path):
     checkpoints = started(tmp_path / "run")
     saved(checkpoints, 1)
     with pytest.raises(RuntimeError, match=r"step 2 is not saved: .*global_step_2/actor .*trainer\.default_local_dir"):
@@ -269,7 +269,7 @@ def test_states_are_written_to_absolute_paths(tmp_path, monkeypatch):
     assert verify(tmp_path / "driver" / "run" / "global_step_1").step == 1 and not (tmp_path / "run").exists()
 
 
-def test_step_is_saved_again_where_its_files_are_not_those_that_were_sealed(tmp_path):
+def test_step_is_saved_again_where_its_sealed_files_have_changed(tmp_path):
     checkpoints = started(tmp_path)
     assert saved(checkpoints, 4) and not saved(checkpoints, 4), "only what is in flight has changed"
     (checkpoints.step_dir(4) / "actor" / "model.pt").write_text("cut")

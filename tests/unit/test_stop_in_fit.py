@@ -129,18 +129,6 @@ class Weights(BaseCheckpointManager):
         self.updates = int((Path(path) / "weights").read_text())
 
 
-class Figures(dict):
-    """Of a step, which is finished before they are logged."""
-
-    def __init__(self, rollout):
-        super().__init__()
-        self.rollout = rollout
-
-    def items(self):
-        self.rollout._require_trained("its figures")
-        return super().items()
-
-
 def build_trainer(config, run_dir, manager, output, *, moment):
     """A trainer of ``STEPS`` steps, without workers; ``moment(name)`` is told where ``fit`` is."""
     main_ppo.apply_overrides(config)
@@ -156,7 +144,7 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.steps = TrainingSteps(per_epoch=STEPS, epochs=1, last=STEPS)
     trainer._noted = 0
     trainer.proximal = ProximalPolicy.of(config, trainer.settings)
-    trainer.recorder = SimpleNamespace(log=MagicMock(last_round=None))
+    trainer.recorder = SimpleNamespace(log=MagicMock(last_round=None), metrics={})
     trainer.step_log = StepLog(config, trainer.settings, STEPS)
     trainer.total_training_steps = STEPS
     loader = SlotLoader(STEPS, settings.batch_groups, lambda: files.completed_step, lambda: trainer.exhausted)
@@ -169,7 +157,6 @@ def build_trainer(config, run_dir, manager, output, *, moment):
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.async_rollout_manager = Rollout(trainer, manager, output, moment)
     trainer.driver = trainer.async_rollout_manager
-    trainer.recorder.metrics = Figures(trainer.async_rollout_manager)
 
     def update_weights(step):
         trainer._end_step(step)
@@ -318,7 +305,7 @@ def test_trackers_show_a_run_whose_last_save_fails_as_failed(life, monkeypatch):
 
 def test_round_is_finished_once_after_the_update_of_its_step(life):
     trainer = life(*VALIDATES, "trainer.save_freq=1")
-    step = ["finish", "a checkpoint", "validation", "its figures"]
+    step = ["finish", "a checkpoint", "validation"]
     assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
 
 
@@ -371,7 +358,7 @@ def test_validation_alone_trains_nothing_and_leaves_the_run_as_it_is(life, tmp_p
     run = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     alone = "trainer.val_only=True", f"trainer.val_before_train={before}", "trainer.save_freq=1"
     trainer = life(*alone)
-    assert trainer.async_rollout_manager.asked == ["validation", "its figures"] and not trainer.stopped
+    assert trainer.async_rollout_manager.asked == ["validation"] and not trainer.stopped
     assert {path: path.read_bytes() for path in run} == run, "no record of a training"
     (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 2 and "val-core/reward" in line, "it is of the newest checkpoint"
@@ -398,17 +385,16 @@ def steps_of(run_dir):
 
 
 SAVES = "trainer.save_freq=1"
-LIMITS = [("trainer.max_actor_ckpt_to_keep=2", 2), ("+trainer.remove_previous_ckpt_in_save=True", 1)]
 
 
-@pytest.mark.parametrize(("limit", "kept"), LIMITS)
-def test_kill_before_the_seal_leaves_the_older_checkpoints_whole(life, tmp_path, monkeypatch, limit, kept):
+@pytest.mark.parametrize("kept", [1, 2])
+def test_kill_before_the_seal_leaves_the_older_checkpoints_whole(life, tmp_path, monkeypatch, kept):
     def seal(step_dir, made, seal=run_checkpoints.seal):
         return kill() if made.step == STEPS else seal(step_dir, made)
 
     monkeypatch.setattr(run_checkpoints, "seal", seal)
     with pytest.raises(Killed):
-        life(limit, SAVES)
+        life(f"trainer.max_actor_ckpt_to_keep={kept}", SAVES)
     whole = {f"global_step_{step}": str(step) for step in range(STEPS - kept, STEPS + 1)}
     left = {path.parents[1].name: path.read_text() for path in tmp_path.glob("*/actor/weights")}
     assert left == whole, "nothing is removed before the next one is whole"

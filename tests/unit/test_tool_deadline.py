@@ -10,8 +10,7 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.base_tool import BaseTool
 
-from recipe.partial_rollout.worker.live_sample import SampleClock
-from recipe.partial_rollout.worker.tool_deadline import timed
+from recipe.partial_rollout.worker.live_sample import SampleClock, timed
 from tests.unit.loop_life import function
 from tests.unit.shared import hangs, tool_schema
 

@@ -56,7 +56,7 @@ def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monke
         assert os.environ["SWANLAB_MODE"] == mode
 
 
-def test_trackers_get_the_id_of_each_run_of_a_multirun_unless_the_user_has_one(monkeypatch):
+def test_each_run_of_a_multirun_has_a_tracker_id_unless_the_user_has(monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     for run in ("a1", "b2"):
         open_run(["file"], run)
@@ -125,7 +125,7 @@ for name, ending in endings.items():
 """trainings of one process, as of a multirun, each with a run of its own on the board"""
 
 
-def test_board_shows_a_training_that_failed_or_was_stopped_as_such_and_only_a_whole_one_as_finished(tmp_path):
+def test_board_shows_only_a_whole_training_as_finished(tmp_path):
     on_a_board(ENDS, tmp_path)
     with sqlite3.connect(tmp_path / "runs.swanlab") as board:
         shown = dict(board.execute("select name, status from experiment"))

@@ -17,7 +17,7 @@ from recipe.partial_rollout.worker.live_sample import context_hash
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, SampleClient
 from tests.unit import loop_life
 from tests.unit.loop_life import function, output_of
-from tests.unit.shared import SlotProvider, live_sample
+from tests.unit.shared import Claims, live_sample
 
 USER, ASSISTANT, OBSERVATION = 1, 2, 3
 ROLES = {"user": USER, "system": USER, "assistant": ASSISTANT, "tool": OBSERVATION}
@@ -97,9 +97,11 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
     engine.answers = [call.answer() for call in calls]
     tokens = [token for call in calls for token in call.tokens[: call.kept]]
     versions = [call.version for call in calls for _ in range(call.kept)]
-    sample = live_sample(SlotProvider())
+    sample = live_sample()
     config = config_of(response_length, "observation")
-    client = SampleClient(PartialRolloutLLMClient(config), sample, sample.clock)
+    workers = PartialRolloutLLMClient(config)
+    workers.claims = Claims()
+    client = SampleClient(workers, sample, sample.clock)
     loop = loop_of(config, [function("look", look)], client)
     made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]), 10**6)
     mask = made.response_mask.astype(bool)
@@ -111,7 +113,7 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
 
 def played(*turns, images=()):
     """A sample whose engine calls had ``turns`` (prompt, version, tokens), each with ``images``."""
-    sample = live_sample(SlotProvider())
+    sample = live_sample()
     for prompt, version, tokens in turns:
         turn = sample.start_turn(len(prompt), context_hash(np.array(prompt, np.int32)).digest(), images=images)
         if tokens:

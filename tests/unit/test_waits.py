@@ -30,7 +30,7 @@ def test_one_line_names_the_type_the_reason_and_the_actor_that_died(error, line)
     assert one_line(error) == line
 
 
-def test_actor_whose_own_question_did_not_get_through_is_not_out_of_reach_itself():
+def test_actor_whose_own_question_failed_is_not_out_of_reach_itself():
     inner = RayTaskError("report", "traceback", ActorUnavailableError("connection reset", None)).as_instanceof_cause()
     assert is_out_of_reach(ActorUnavailableError("connection reset", None)) and not is_out_of_reach(inner)
 
@@ -54,7 +54,7 @@ LATE = NoAnswerError("saving took more than 0.05 s .*stall_s")
         (lambda: asyncio.sleep(9), lambda: asyncio.sleep(9), LATE),
     ],
 )
-async def test_wait_ends_with_the_first_of_answer_watch_and_deadline_and_nothing_of_it_goes_on(awaited, watch, ends):
+async def test_wait_ends_with_the_first_of_answer_watch_and_deadline_and_wholly(awaited, watch, ends):
     told = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
     before = asyncio.all_tasks()

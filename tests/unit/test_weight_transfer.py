@@ -19,7 +19,7 @@ from recipe.partial_rollout.rollout.recorder import Recorder
 from recipe.partial_rollout.rollout.replicas import ServerControl
 from recipe.partial_rollout.rollout.stop import StopSignals
 from recipe.partial_rollout.training import weight_transfer
-from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager, WeightTransfer
+from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
 from recipe.partial_rollout.waits import NoAnswerError
 from verl_ext.shm_weights import ShmCheckpointEngine
 
@@ -140,9 +140,7 @@ def build(placement="separate", backend="shm", *, pr=True, deadline_s=5.0, train
     replicas[1].workers[1].execute_checkpoint_engine = answering({"node_id": node})
     verls = verls_manager(backend, ShmCheckpointEngine if backend == "shm" else object, trainers, replicas)
     manager = RecipeCheckpointManager(verls, recorder, end_step, driver if pr else None)
-    return SimpleNamespace(
-        manager=manager, transfer=manager._transfer, control=control, replicas=replicas, trainers=trainers, log=log
-    )
+    return SimpleNamespace(manager=manager, control=control, replicas=replicas, trainers=trainers, log=log)
 
 
 def verls_manager(backend, backend_cls, trainers, replicas):
@@ -172,6 +170,13 @@ def test_weights_that_are_sent_again_keep_their_version():
     assert [line for line in run.log if "sends" in line] == ["trainer sends 3"] * 2
 
 
+def test_validation_alone_sends_to_separate_engines_without_a_driver():
+    run = build(pr=False)
+    run.manager.update_weights(3)
+    assert [line for line in run.log if "loads" in line] == ["a loads 3"] * 2 + ["b loads 3"] * 2
+    assert not any("hold" in line or "begins" in line for line in run.log)
+
+
 def test_engine_on_another_node_is_refused_before_anything_is_sent():
     with pytest.raises(
         RolloutFailedError, match=r"backend=shm: trainers and engines are on 2 nodes, and must be on one"
@@ -186,15 +191,15 @@ FULL = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError(
     ("verb", "behaviour", "message"),
     [
         ("stage", {"trainer": {"error": FULL}}, r"staging of version 4 failed in the trainer: .*No space left"),
-        ("load", {"error": RayActorError()}, r"loading of version 4 failed in vLLM replica b: RayActorError"),
+        ("load_staged", {"error": RayActorError()}, r"loading of version 4 failed in vLLM replica b: RayActorError"),
         ("stage", {"trainer": {"hangs": True}}, r"staging of version 4 by the trainer took more than .*weight_sync_s"),
-        ("load", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"),
+        ("load_staged", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"),
     ],
 )
 def test_failures_and_deadlines_name_the_trainer_or_the_replica(verb, behaviour, message):
     run = build(deadline_s=0.05, **behaviour)
     with pytest.raises((RolloutFailedError, NoAnswerError), match=message):
-        asyncio.run(getattr(run.transfer, verb)(4))
+        asyncio.run(getattr(run.manager, verb)(4))
 
 
 @pytest.mark.parametrize(
@@ -205,16 +210,16 @@ def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(said, re
     run = build(hangs=True)
     run.replicas[1].server_handle.weight_sync_error = answering(said)
     with pytest.raises(RolloutFailedError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
-        asyncio.run(run.transfer.load(4))
+        asyncio.run(run.manager.load_staged(4))
     # A dead one does not stop the staging: it is restarted before the load.
-    asyncio.run(run.transfer.stage(5))
+    asyncio.run(run.manager.stage(5))
 
 
 def test_error_of_an_engine_is_reported_where_the_trainer_fails_by_it():
     run = build("colocated", "naive", trainer={"error": FULL})
     run.replicas[1].server_handle.weight_sync_error = answering("ValueError: odd shape")
     with pytest.raises(RolloutFailedError, match=r"weight sync of version 4 failed in vLLM replica b: ValueError: odd"):
-        asyncio.run(run.transfer.load(4))
+        asyncio.run(run.manager.send(4))
 
 
 @pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
@@ -281,12 +286,6 @@ def test_other_backends_send_as_verl_does_without_abort_or_release(monkeypatch):
     replica = SimpleNamespace(workers=["w"], server_address="a", server_handle=None)
     verls = verls_manager("nccl", object, Group("trainer"), [replica])
     verls.config = SimpleNamespace(backend="nccl", custom_backend_module=None)
-    transfer = WeightTransfer(verls, 5.0)
-
-    async def sync():
-        assert not await transfer.stage(3)
-        log.append("held")
-        await transfer.load(3)
-
-    asyncio.run(sync())
-    assert log == ["held", "group", ("trainer", 3), ("engines", 3), ("trainer", "finalize"), ("engines", "finalize")]
+    recorder = SimpleNamespace(settings=SimpleNamespace(deadlines=Deadlines(weight_sync_s=5.0)))
+    asyncio.run(RecipeCheckpointManager(verls, recorder, None, None).send(3))
+    assert log == ["group", ("trainer", 3), ("engines", 3), ("trainer", "finalize"), ("engines", "finalize")]

@@ -64,15 +64,6 @@ def test_script_refuses_a_foreign_checkout_around_it_and_on_pythonpath(foreign, 
     assert done.stdout.strip().endswith("verl.trainer.constants_ppo"), done.stderr
 
 
-def test_script_runs_beside_other_recipes_unless_their_package_hides_it(script, tmp_path):
-    (tmp_path / "recipe" / "dapo").mkdir(parents=True)
-    done = python(script, "tools", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: partial-rollout tools"), done.stderr
-    (tmp_path / "recipe" / "__init__.py").touch()
-    line = refusal(python(script, "tools", "audit", cwd=tmp_path))
-    assert f"a Ray worker would import recipe from {tmp_path}/recipe, not from {OURS}" in line
-
-
 def test_help_of_train_says_what_is_ours_before_what_is_hydras(monkeypatch, capsys):
     monkeypatch.setattr(command, "foreign_recipe", lambda: None)
     monkeypatch.setattr(sys, "argv", ["partial-rollout"])

@@ -145,9 +145,9 @@ verl.workers.config:HFModelConfig <- task_runner trainer_config
 # data, tools, losses
 verl.experimental.reward_loop.reward_manager.base:RewardManagerBase <- reward_workers
     has: __init__ loop
-verl.tools.base_tool:BaseTool <- tool_deadline workspace
+verl.tools.base_tool:BaseTool <- live_sample workspace
     has: __init__ create execute release
-verl.tools.function_tool:FunctionTool <- tool_deadline
+verl.tools.function_tool:FunctionTool <- live_sample
     has: fn is_async
     calls: call(parameters)
 verl.trainer.ppo.rollout_corr_helper <- loss rule behaviour_weights

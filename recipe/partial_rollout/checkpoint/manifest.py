@@ -80,6 +80,7 @@ def begin(step_dir: Path) -> None:
     """
     ours = step_dir / DIRECTORY
     ours.mkdir(parents=True, exist_ok=True)
+    # Before verl overwrites a file that the manifest lists: from here to the seal the step is torn.
     (ours / NAME).unlink(missing_ok=True)
     for directory in (ours, step_dir, step_dir.parent):
         sync(directory)
@@ -107,6 +108,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 def seal(step_dir: Path, manifest: Manifest) -> None:
     """Make the checkpoint whole: its files are synced to disk, then ``manifest``, which gets their list."""
     ours = step_dir / DIRECTORY
+    # verl's files are gigabytes, so only their sizes are checked; ours are read back whole.
     own = {path: _checksum(path) for path in ours.glob(f"*-{manifest.state}.state")}
     within = [path for path in step_dir.rglob("*") if ours not in path.parents]
     listed = [*filter(Path.is_file, within), *own]
@@ -199,6 +201,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
+    # A rename is on disk only once its directory is.
     sync(path.parent)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from filelock import FileLock, SoftFileLock, Timeout
@@ -77,9 +77,6 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
     it afterwards. A checkpoint is kept or removed as a whole: with a critic, the larger of both keys counts.
     """
     limits = [trainer.get(f"max_{part}_ckpt_to_keep") for part in ("actor", "critic")[: 1 + critic]]
-    if trainer.get("remove_previous_ckpt_in_save"):
-        limits = [1]
-        trainer.remove_previous_ckpt_in_save = False
     trainer.max_actor_ckpt_to_keep = trainer.max_critic_ckpt_to_keep = None
     limited = all(isinstance(limit, int) and limit > 0 for limit in limits)
     return max(limits) if limited else None
@@ -189,7 +186,10 @@ class RunCheckpoints:
         reached = step if continues else 0
         beyond = [step_dir for other, step_dir in self._steps() if other > reached and step_dir != self.chosen]
         # A run that continues overwrites some day what a kill has left of a save.
-        superseded = [step_dir for step_dir in beyond if not (continues and _condition(step_dir) == "torn")]
+        superseded = [
+            step_dir for step_dir in beyond if not (continues and isinstance(_fault(step_dir), TornCheckpointError))
+        ]
+        # First: a start that is killed below has decided, and the next one moves the rest.
         self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
             if superseded:
@@ -235,7 +235,8 @@ class RunCheckpoints:
                 message says what to do with them.
         """
         step_dir = self.step_dir(step)
-        if step != self._on_disk or _condition(step_dir) != "whole":
+        # A stop saves the step again that was saved last: its weights would be the same bytes.
+        if step != self._on_disk or _fault(step_dir) is not None:
             if step_dir.is_symlink():
                 # Another run's checkpoint stays as it is.
                 step_dir.unlink()
@@ -246,6 +247,7 @@ class RunCheckpoints:
                     f"step {step} is not saved: the trainer's workers left nothing in {step_dir}/{_MODEL} for this process "
                     "to see; trainer.default_local_dir must be a directory that all nodes share"
                 )
+        # A new name: the manifest in force lists the files of the seal before, and stays valid until the next.
         state = uuid4().hex[:8]
         try:
             for part, write in in_flight.items():
@@ -275,14 +277,13 @@ class RunCheckpoints:
                 path.unlink()
 
 
-def _condition(step_dir: Path) -> Literal["whole", "torn", "foreign"]:
+def _fault(step_dir: Path) -> CheckpointError | None:
+    """Return why the checkpoint cannot be resumed; None if it is whole."""
     try:
         verify(step_dir)
-    except TornCheckpointError:
-        return "torn"
-    except CheckpointError:
-        return "foreign"
-    return "whole"
+    except CheckpointError as error:
+        return error
+    return None
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -321,9 +322,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             error=True,
         )
     try:
-        if not isinstance(lock, SoftFileLock):
-            # A soft lock, which stands in where the file system has no locks, writes the same.
-            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        # A soft lock, which stands in where the file system has no locks, has written the same.
+        path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield
     finally:
         lock.release()

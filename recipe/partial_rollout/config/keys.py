@@ -161,6 +161,7 @@ def checked(path: str, value: Any, declared: Key) -> Any:
     """
     if value is None and declared.null is not None:
         return None
+    # A list of OmegaConf's is none to msgspec.
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
     # One after the other: msgspec refuses a union of an enum's words and other text.
     kinds = get_args(declared.kind) if get_origin(declared.kind) in (Union, UnionType) else (declared.kind,)
@@ -202,9 +203,14 @@ def allowed(kind: inspect.Type, number: str = "a number") -> str:
 
 
 def no_such(name: str, names: list[str], at: str, otherwise: str) -> str:
-    """Describe that ``name`` is none of ``names``, all relative to path ``at``, which ends with a dot."""
-    near = nearest(name, names)
-    return "no such key" + (f"; did you mean {at}{near}?" if near else otherwise)
+    """Describe that ``name`` is none of ``names``, all relative to path ``at``, which ends with a dot.
+
+    The user probably meant the same key of another section, or one that is spelt alike.
+    """
+    near = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    near.sort(key=lambda each: len({*each.split(".")} & {*name.split(".")}), reverse=True)
+    near += get_close_matches(name, names, 1, 0.5)
+    return "no such key" + (f"; did you mean {at}{near[0]}?" if near else otherwise)
 
 
 def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
@@ -214,11 +220,3 @@ def leaves(node: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{at}{name}.")
         else:
             yield f"{at}{name}", value
-
-
-def nearest(name: str, names: list[str]) -> str | None:
-    """The name that the user probably meant: the same key of another section, or one that is spelt alike."""
-    same = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    if same:
-        return max(same, key=lambda each: len({*each.split(".")} & {*name.split(".")}))
-    return next(iter(get_close_matches(name, names, 1, 0.5)), None)

@@ -1,7 +1,7 @@
 """``partial_rollout.*``: its keys, and the settings of a run, which follow from them and from verl's config.
 
-``PartialRolloutConfig.from_config`` refuses bad input before Ray starts, in one line: the key, its value, what is
-allowed.
+``PartialRolloutConfig.from_config`` refuses a bad value before Ray starts, in one line: the key, its value, what is
+allowed. ``preflight/rules.py`` compares the keys with each other and with verl's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from recipe.partial_rollout.config.keys import (
     Positive,
     Whole,
     defaults_of,
-    fail,
     key,
     read,
     section,
@@ -238,7 +237,7 @@ class FilterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRolloutConfig:
-    """The recipe's settings, checked. Sizes that a key leaves to verl's config are filled in by ``from_config``."""
+    """The recipe's settings, each value checked. ``from_config`` fills in sizes that a key leaves to verl's config."""
 
     enable: bool = key(True, "`false` is noPR: verl's own synchronous rollout, batch for batch.")
     placement: Placement = key(Placement.COLOCATED, "Where the engines run.")
@@ -323,7 +322,7 @@ class PartialRolloutConfig:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> PartialRolloutConfig:
-        """Make the settings of the whole hydra config; ``preflight`` checks verl's keys.
+        """Make the settings of the whole hydra config; ``preflight`` checks verl's keys, and relations between keys.
 
         Raises:
             ConfigError: a key of the recipe's is wrong, or does not exist; in one line.
@@ -340,34 +339,6 @@ class PartialRolloutConfig:
             slots_given=given,
             group_filter=FilterSettings.from_config(config),
         )
-
-    def __post_init__(self) -> None:
-        """Check the keys against each other."""
-        if self.placement is Placement.SEPARATE and not self.enable:
-            raise fail(f"{ROOT}.placement", self.placement, f"colocated with {ROOT}.enable=False")
-        if self.overlap > self.max_staleness:
-            raise fail(
-                f"{ROOT}.overlap",
-                self.overlap,
-                f"at most {ROOT}.max_staleness={self.max_staleness}: more groups in flight cannot all be trained in time",
-            )
-        if self.overlap < 0 and (self.mode is not Mode.APRIL or not whole((1 + self.overlap) * self.batch_groups)):
-            allowed = f"at least 0; with {ROOT}.mode=april (1 + overlap) * data.train_batch_size at least 1"
-            raise fail(f"{ROOT}.overlap", self.overlap, allowed)
-        if self.mode is not Mode.WINDOW and self.max_staleness < 1:
-            raise fail(f"{ROOT}.max_staleness", self.max_staleness, f"at least 1 in mode {self.mode}")
-        self._check_deadlines()
-
-    def _check_deadlines(self) -> None:
-        """Check that the deadline of a call can pass before the deadline of whatever it is part of."""
-        tool_s, sample_s = self.failures.tool_timeout_s, self.failures.sample_timeout_s
-        if tool_s is not None and sample_s is not None and tool_s > sample_s:
-            words = f"at most {ROOT}.failures.sample_timeout_s={sample_s:g}, which would end its sample first"
-            raise fail(f"{ROOT}.failures.tool_timeout_s", f"{tool_s:g}", words)
-        held_s, stall_s = self.tools.release_after_s, self.deadlines.stall_s
-        if held_s >= stall_s and (self.parked_s or math.inf) >= stall_s:
-            words = f"below {ROOT}.deadlines.stall_s={stall_s:g}, which would end the run during a call in its deadline"
-            raise fail(f"{ROOT}.tools.release_after_s", f"{held_s:g}", words)
 
 
 def register_keys() -> None:

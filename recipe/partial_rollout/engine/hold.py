@@ -111,6 +111,7 @@ def record_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], versi
     """
     for request_id, own in marks.items():
         tokens = made.get(request_id, 0)
+        # A request that made nothing since its last mark needs no new one: a span is never empty.
         if tokens > (own[-1][0] if own else 0):
             own.append((tokens, UNKNOWN if version is None else version))
 
@@ -134,9 +135,7 @@ def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
         start = found[-1].stop if found else 0
         if not start <= stop <= tokens:
             raise RuntimeError(f"version marks {list(marks)} do not fit a request of {tokens} tokens")
-        if found and found[-1].version == made_by:
-            found[-1] = Span(found[-1].start, stop, made_by)
-        elif stop > start:
+        if stop > start:
             found.append(Span(start, stop, made_by))
     return found or [Span(0, tokens, version)]
 

@@ -27,15 +27,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import psutil
 import ray
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.config import VllmConfig
 from vllm.logprobs import FlatLogprobs
-from vllm.sampling_params import RequestOutputKind
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from recipe.partial_rollout.config.settings import ResumeKV
@@ -43,11 +45,6 @@ from recipe.partial_rollout.engine.hold import Mark, pause, record_marks, salt_o
 from recipe.partial_rollout.waits import AGAIN_S, one_line
 from verl_ext.piecewise_scheduler import PIECEWISE
 from verl_ext.vllm_plugin import preemptions_of
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.outputs import RequestOutput
 
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
@@ -118,6 +115,7 @@ class AdmittingEngine:
             queue = await self._engine.add_request(request_id, prompt, _last_only(sampling_params), **options)
             yield None
             while not ended:
+                # As vLLM's own ``generate``: what is there is taken without a turn of the event loop.
                 output = queue.get_nowait() or await queue.get()
                 ended = output.finished
                 if ended:
@@ -301,6 +299,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
         Asked of a replica's first server.
         """
+        # Answered by the API server alone, so it costs the engine no step.
         running = len(self.engine.output_processor.request_states)
         return running, self._decoded + sum(tokens_made(self.engine).values())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.manager import garbage
 from recipe.partial_rollout.manager.codec import capture, encode, restore
 from recipe.partial_rollout.manager.policies import FailureVerdict, retry_delay_s
 from recipe.partial_rollout.manager.prompts_manager import PromptsManager
@@ -39,6 +39,7 @@ from recipe.partial_rollout.manager.types import (
     RolloutFailedError,
     RoundProgress,
     SampleOutput,
+    SampleState,
     StepSummary,
 )
 from recipe.partial_rollout.waits import ErrorText, one_line
@@ -80,8 +81,6 @@ class ManagerActor:
         self._policy = settings.scheduling.policy
         self._carried = 0
         """groups that were in flight when the version began"""
-        self._retries = 0
-        """failed samples that wait for their retry"""
         self._errors: dict[tuple[str, str], ErrorText] = {}
         """the first that workers have reported of each kind"""
         self._new_errors: list[ErrorText] = []
@@ -93,6 +92,7 @@ class ManagerActor:
 
     def _wake(self) -> None:
         """Wake everyone who waits, because the state has changed."""
+        # A new event instead of a cleared one: whoever awaits the old one finds it set, however late it runs.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -115,7 +115,10 @@ class ManagerActor:
         """
         parked, idle_s = self._manager.samples.parked, time.monotonic() - self._moved_at
         limit_s = self._parked_s if parked else self._stall_s
-        if idle_s >= limit_s and not self._retries:
+        # A backoff may be longer than the deadline. The samples are searched only once it has passed.
+        if idle_s >= limit_s and not any(
+            sample.state is SampleState.FAILED for sample in self._manager.samples.unfinished.values()
+        ):
             excuse = f"{limit_s:g} s with {parked} in a tool or reward, the longest deadline of either"
             raise RolloutFailedError(
                 f"no sample reported and no engine made a token for {idle_s:.0f} s "
@@ -157,7 +160,8 @@ class ManagerActor:
         """
         self._raise_failure()
         manager = self._manager
-        garbage.release()
+        allow_full_collections()
+        # Counted before admission: groups that start in this version are not carried into it.
         manager.backlog.enqueue(prompts, source_left)
         self._carried = manager.groups.carried
         if not manager.exhausted:
@@ -180,15 +184,18 @@ class ManagerActor:
         manager = self._manager
         self._raise_failure()
         manager.require_open("wait_batch")
-        garbage.hold()
+        postpone_full_collections()
+        # Where the round is stopped, the version begins before the trainer's update, and nothing moves during that.
         self._moved_at = time.monotonic()
         while not manager.round_complete():
             if manager.short_of_prompts or not manager.round_open:
                 return None
+            # Not below 0.1 s: nothing is left of the deadline while a sample waits for its retry, and the loop would spin.
             await self._wait_at_most(max(0.1, self._stall_left_s()))
             self._raise_failure()
         decided_at = time.time()
         groups = manager.take_batch(stop=stop)
+        # After the batch is taken and before prompts replace it: the figures are of what stays in flight.
         self._gauges = manager.gauges()
         if not stop:
             manager.admit()
@@ -221,6 +228,7 @@ class ManagerActor:
         return RoundProgress(len(manager.groups.ready_queue), manager.samples.running.total(), oldest)
 
     def _fail(self, reason: str) -> None:
+        # The first failure is the cause; what fails after it fails because of it.
         self._failure = self._failure or reason
         self._wake()
 
@@ -237,6 +245,7 @@ class ManagerActor:
             UnsaveableError: a dataset row or an output holds a value that cannot be saved; the message names it.
             RolloutFailedError, TimeoutError: outputs are lost, or do not arrive.
         """
+        # Captured between two awaits, so it is one moment. To encode and write it takes seconds: a thread does that.
         captured = capture(self._manager)
         await asyncio.to_thread(lambda: write_snapshot(Path(path), encode(captured, self._store.fetch)))
 
@@ -270,6 +279,7 @@ class ManagerActor:
         """
         until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
+            # In the loop: the worker may have been released, or the run have failed, while it waited.
             self._raise_failure()
             if leases := self._manager.claim(worker, self.CLAIM_SAMPLES):
                 return leases
@@ -279,11 +289,14 @@ class ManagerActor:
 
     async def report(self, report: Report) -> list[Lease]:
         """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
+        # Whatever it says, a report shows that the round has not stalled.
         self._moved_at = time.monotonic()
         self._apply(report)
         leases = []
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
+            # In the answer, so that a free slot does not wait for one more round trip. Once the batch is complete, a sample
+            # that starts would only be interrupted.
             leases = self._manager.claim(report.worker, self.CLAIM_SAMPLES)
         self._wake()
         return leases
@@ -322,14 +335,13 @@ class ManagerActor:
         verdict = self._manager.fail(sample_id, error, times)
         logger.warning("sample %s on %s failed: %s (verdict: %s)", sample_id, worker, error, verdict)
         if verdict is FailureVerdict.RETRY:
-            self._retries += 1
             delay_s = retry_delay_s(self._manager.samples.unfinished[sample_id].failures)
             asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
             self._fail(f"sample {sample_id} on {worker} failed: {error}")
 
     def _retry(self, sample_id: str) -> None:
-        self._retries -= 1
+        # It could not report while it waited.
         self._moved_at = time.monotonic()
         self._manager.retry(sample_id)
         self._wake()
@@ -375,3 +387,24 @@ class RayObjects:
                 f"{one_line(error)}"
             ) from error
         return dict(zip(stored, outputs, strict=True))
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------------
+
+# A full collection visits every object of the process. With 50,000 samples it took 1 to 3 s, at unpredictable moments, in
+# which the manager handled no report and filled no slot (``bench scale`` at 1,024 replicas). While the trainer updates,
+# nobody waits for the manager, so full collections wait for the end of the round.
+_USUAL = gc.get_threshold()
+_NEVER = 2**31 - 1
+
+
+def postpone_full_collections() -> None:
+    """Stop automatic full collections, because a round begins; one that Ray requests skips the objects that exist now."""
+    gc.freeze()
+    gc.set_threshold(*_USUAL[:2], _NEVER)
+
+
+def allow_full_collections() -> None:
+    """Let Python run full collections again, because the round is over."""
+    gc.unfreeze()
+    gc.set_threshold(*_USUAL)

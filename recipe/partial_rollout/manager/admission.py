@@ -48,8 +48,10 @@ def rest_can_be_trained(
     left = Counter(births)
     left.subtract(batch)
     due = 0
+    # WAITING groups have no birth. They start at this version or later, so admission bounds them.
     for birth in sorted(birth for birth in left if birth is not None):
         due += left[birth]
+        # Below 0 where a run was resumed with a smaller ``max_staleness``: such groups must be in this batch.
         if due > max(0, birth + max_staleness - version) * len(batch):
             return False
     return True
@@ -116,6 +118,7 @@ class Admission:
         """
         batch = self.settings.batch_groups
         size = whole((1 + self.settings.overlap) * batch)
+        # Fewer than N at a time (april): as many portions as a batch needs.
         return size * math.ceil(batch / size) if size < batch else size
 
     @property

@@ -156,6 +156,7 @@ class Groups:
 
     def enter(self, prompt: Prompt, samples: int) -> PromptGroup:
         """Add a new group, WAITING, with that many samples."""
+        # The counter is part of a checkpoint, so no two groups of a run have one order, whatever crashes.
         group = PromptGroup(prompt, order=self.counters.admitted_groups, unfinished=samples)
         group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
         self.by_order[group.order] = group
@@ -176,6 +177,7 @@ class Groups:
                 self._store(group)
             self.births[group.birth] += 1
             self.by_order[group.order] = group
+        # A checkpoint has them by their states; readers take the first one for the oldest.
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:
@@ -199,6 +201,7 @@ class Groups:
         outputs = group.outputs
         group.drop_outputs()
         group.stored = self.put(outputs)
+        # Kept sorted: every report asks whether the first N are a batch.
         insort(self.ready_queue, group, key=attrgetter("birth", "order"))
 
     def filter(self, group: PromptGroup, value: float) -> None:
@@ -236,6 +239,8 @@ class Groups:
             self.counters.trained_tokens += group.finished_length
             self.trained[group.order] = group.finished_length
             group.drop_outputs()
+        # Once every older group has left, too, a group's place in the order is final, and two totals stand for it; else
+        # the dictionary would grow with the run.
         oldest = next(iter(self.by_order), self.counters.admitted_groups)
         for order in [order for order in self.trained if order < oldest]:
             self.counters.passed_groups += 1
@@ -349,9 +354,11 @@ class Samples:
         sample, now = self.in_state(sample_id, verb, leaves), self._clock()
         if sample.state is SampleState.PARKED:
             self._counters.parked_s += now - sample.since
+        # A parked sample that comes back was not interrupted: it had left its slot by itself.
         elif verb == "interrupt":
             self._counters.interrupted += 1
         if enters is None:
+            # The coroutine is gone. Tokens of a single turn go on elsewhere; those of a conversation are lost.
             decoded, sample.segments = sample.cached_tokens, sample.lasting_segments
             self._counters.lost_tokens += decoded - sample.cached_tokens
             enters = SampleState.INTERRUPTED if sample.segments else SampleState.WAITING

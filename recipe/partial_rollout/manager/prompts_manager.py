@@ -128,6 +128,7 @@ class PromptsManager:
         group = sample.group
         if group.state is GroupState.WAITING:
             self.groups.start(group, self.version)
+            # Its key may read its birth, which it has only now.
             self.slots.queue.refresh(group)
         # A worker that still holds the conversation has its tokens; they need not be sent at every resumption.
         resident = sample.worker == worker
@@ -161,6 +162,7 @@ class PromptsManager:
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
         sample = self.samples.move(sample_id, "fail")
+        # The conversation has ended with its coroutine, so any worker may run the retry.
         sample.worker, sample.error = None, error
         sample.failures += times
         verdict = verdict_on(sample.failures, self._settings.failures)
@@ -193,6 +195,7 @@ class PromptsManager:
         sample.segments = []
         del self.samples.unfinished[sample.id]
         self.groups.end_sample(group, output.response_length)
+        # Its key may read how many samples are left, and their lengths.
         self.slots.queue.refresh(group)
         if not group.unfinished:
             self._end_group(group)
@@ -202,6 +205,7 @@ class PromptsManager:
         if value is not None and self._may_filter():
             self.groups.filter(group, value)
             self._filtered += 1
+            # In a closed round nothing is admitted; the next version fills the window anyway.
             self._to_replace += self.round_open
         else:
             self.counters.kept_groups += value is not None
@@ -241,6 +245,7 @@ class PromptsManager:
     @property
     def wanted(self) -> int:
         """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
+        # The driver is asked for more when fewer than N are left: so many may be filtered until it has answered.
         spare = self._settings.batch_groups if self._filter is not None else 0
         missing = self._admission.most_per_version() + spare - len(self.backlog.prompts)
         return max(0, missing) if self.backlog.source_left else 0
@@ -282,6 +287,7 @@ class PromptsManager:
             raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
         if version < present or (self.batch_taken and version != present + 1):
             raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
+        # Before prompts are admitted: the batch with the trainer counts until its version has passed (``pacing_load``).
         self.version = version
         self.batch_taken = False
         self._filtered = self._to_replace = 0
@@ -306,6 +312,7 @@ class PromptsManager:
             return False
         groups, size = self.groups, self._settings.batch_groups
         if len(groups.ready_queue) < size:
+            # At the end of the data fewer than N may be left. To wait for more would never end.
             return not (self.backlog.source_left or self.backlog.prompts or groups.waiting_or_active)
         batch = [group.birth for group in groups.ready_queue[:size]]
         return (

@@ -63,20 +63,6 @@ class QueuedGroup(Struct, frozen=True):
     """response tokens of all its samples so far; of those that run, as far as their workers have reported"""
 
 
-def queued(group: PromptGroup) -> QueuedGroup:
-    """``group`` as it is now."""
-    return QueuedGroup(
-        uid=group.uid,
-        order=group.order,
-        row=MappingProxyType(group.prompt.row),
-        birth=group.birth,
-        samples=len(group.samples),
-        unfinished=group.unfinished,
-        mean_finished_length=group.mean_finished_length,
-        tokens=group.length,
-    )
-
-
 Order = Callable[[PromptGroup], Sequence[float] | float]
 """smaller keys run first; numbers, or sequences of them"""
 Key = tuple[Any, ...]
@@ -127,7 +113,18 @@ def _imported(path: str) -> Order:
         found: Callable[[QueuedGroup], Any] = getattr(importlib.import_module(module), name)
         if not callable(found):
             raise TypeError(f"{name} is a {type(found).__name__}, not a function")
-    return lambda group: found(queued(group))
+    return lambda group: found(
+        QueuedGroup(
+            uid=group.uid,
+            order=group.order,
+            row=MappingProxyType(group.prompt.row),
+            birth=group.birth,
+            samples=len(group.samples),
+            unfinished=group.unfinished,
+            mean_finished_length=group.mean_finished_length,
+            tokens=group.length,
+        )
+    )
 
 
 def _numbers(key: Any) -> Sequence[Any]:
@@ -196,6 +193,7 @@ class ClaimQueue:
 
     def refresh(self, group: PromptGroup) -> None:
         """Re-file ``group`` after it has started, or one of its samples has ended."""
+        # Samples of a group may wait for several owners, and each owner has an entry of its own.
         owners = [each for each in {s.worker for s in group.samples} if group.order in self._claimable.get(each, ())]
         if owners:
             key = self._key(group)
@@ -204,12 +202,14 @@ class ClaimQueue:
 
     def make_overdue(self, birth: float) -> None:
         """From here on groups born at version ``birth``, or before, come first."""
+        # Each claim asks for it, and it changes once a version.
         if birth == self._overdue:
             return
         self._overdue = birth
         for owner, claimable in self._claimable.items():
             entries = self._entries[owner]
             for order, samples in claimable.items():
+                # The key stays as it was: an order of the user's may be slow, or fail.
                 entries[order] = self._entry(owner, samples[0].group, entries[order][2:])
             self._heaps[owner] = list(entries.values())
             heapq.heapify(self._heaps[owner])
@@ -255,6 +255,7 @@ class ClaimQueue:
     def _file(self, owner: str | None, group: PromptGroup, key: Key) -> None:
         entry = self._entry(owner, group, key)
         if self._entries[owner].get(group.order) != entry:
+            # The old entry stays in the heap, stale, and is skipped at the top: to search it would cost O(n).
             self._entries[owner][group.order] = entry
             heapq.heappush(self._heaps[owner], entry)
 
@@ -316,11 +317,13 @@ class Slots:
         """
         # Those that are parked need no slot.
         present = len(self._samples.unfinished) - self._samples.parked
+        # Rounded up: shares that are rounded down may leave a sample that no worker claims.
         shared = math.ceil(present * self.workers[worker] / sum(self.workers.values()))
         shared -= self._samples.running[worker] + self.queue.sizes[worker]
         free = self.workers[worker] - self._samples.running[worker]
         for _ in range(free if limit is None else min(limit, free)):
             if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
+            # Those that it holds the conversation of were subtracted above.
             shared -= sample.worker != worker
             yield sample

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from recipe.partial_rollout.waits import ErrorText
+from recipe.partial_rollout.waits import ErrorText
 
 
 class SampleState(StrEnum):
@@ -67,6 +66,7 @@ class Segment:
                 f"segment with {self.token_ids.shape[0]} tokens and {self.log_probs.shape[0]} log-probs: "
                 f"the engine must return one log-prob per token (rollout.calculate_log_probs=True)"
             )
+        # One nan would make the loss of the whole batch nan.
         if not (finite := np.isfinite(self.log_probs)).all():
             first = int(finite.argmin())
             raise RuntimeError(
@@ -327,10 +327,6 @@ class Report:
     """the first of each kind in this worker, of samples and tools"""
     fatal: str | None = None
     """an error that ends the run, in one line"""
-
-    def __bool__(self) -> bool:
-        """Whether anything happened."""
-        return self != Report(self.worker)
 
 
 @dataclass(frozen=True, slots=True)

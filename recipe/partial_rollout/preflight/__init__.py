@@ -77,6 +77,7 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
         _run(lambda config: choose_mode(config.trainer.logger), config, "setting", refuse)
     if _run(missing_inputs, config, "missing", refuse):
         return Checked(settings)
+    # It builds the model from its config, so the model must be there.
     size_bucket(config)
     try:
         return _load(config, settings, refuse)
@@ -112,12 +113,11 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         MODEL, config.actor_rollout_ref.model.path, "a model whose tokenizer and configuration verl can load"
     ):
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-    tokenizer, processor = model.tokenizer, model.processor
     cache_by_content(config)
-    train, val = (dataset_of(config, split, tokenizer, processor) for split in ("train", "val"))
+    train, val = (dataset_of(config, split, model.tokenizer, model.processor) for split in ("train", "val"))
     for key, dataset in (("data.train_files", train), ("data.val_files", val)):
         check_columns(config, dataset, key)
-        check_rows(config, settings, dataset, key, processor or tokenizer)
+        check_rows(config, settings, dataset, key, model.processor or model.tokenizer)
     if len(train) < (batch := config.data.train_batch_size):
         allowed = f"at most {len(train)}, the prompts of data.train_files that fit data.max_prompt_length"
         refuse("setting", fail("data.train_batch_size", batch, f"{allowed} and that the chat template takes"))
@@ -127,7 +127,7 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         check_made_of_rows(config, checkpoints, train)
     last = len(train) // batch * config.trainer.total_epochs
     last = min(config.trainer.total_training_steps or last, last)
-    return Checked(settings, checkpoints, tokenizer, processor, (train, val), last)
+    return Checked(settings, checkpoints, model.tokenizer, model.processor, (train, val), last)
 
 
 def _run(

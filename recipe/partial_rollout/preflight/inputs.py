@@ -83,7 +83,7 @@ def check_model(path: str, key: str = MODEL) -> None:
     Raises:
         ConfigError: it is neither; says how to get it.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
     local = Path(path) / "config.json"
     words = (
@@ -92,9 +92,7 @@ def check_model(path: str, key: str = MODEL) -> None:
     )
     # The hub's client raises what its transport raises; whatever it is, the model is not here.
     with refusing(key, path, words):
-        found = local if local.is_file() else try_to_load_from_cache(path, "config.json")
-        if not isinstance(found, str | Path):
-            found = hf_hub_download(path, "config.json")
+        found = local if local.is_file() else hf_hub_download(path, "config.json")
         json.loads(Path(found).read_text())
     if local.is_file() and not any(each.suffix in (".safetensors", ".bin") for each in local.parent.iterdir()):
         raise fail(key, path, "a model directory with weights, *.safetensors or *.bin, which this one lacks")

@@ -105,9 +105,8 @@ def rows_identity(dataset: Sequence[Any]) -> str:
     frame = getattr(dataset, "dataframe", None)
     if frame is None or not hasattr(frame, "with_format"):
         return f"{len(dataset)} rows"
-    # As values: Arrow's bytes differ with a file's row groups and its writer's types.
-    tables = frame.with_format("arrow").iter(1000)
     digest = hashlib.blake2b(digest_size=6)
-    for table in tables:
+    # As values: Arrow's bytes differ with a file's row groups and its writer's types.
+    for table in frame.with_format("arrow").iter(1000):
         digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode())
     return f"{len(dataset)} rows, hash {digest.hexdigest()}"

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 from omegaconf import DictConfig
+from ray._common.utils import get_default_ray_temp_dir
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
@@ -21,11 +23,14 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
+    Mode,
+    PartialRolloutConfig,
     Placement,
     TrustRegion,
     engine_devices,
     trainer_devices,
     verls_own,
+    whole,
 )
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
@@ -65,11 +70,8 @@ _PR, _NO_PR = "partial_rollout.enable=True", "partial_rollout.enable=False"
 _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
 _V1, _REWARD_MODEL, _FILTERED = "trainer.use_v1=True", "reward.reward_model.enable=True", f"{_FILTER}.enable=True"
-
-
-def _temporary() -> str:
-    """The parent of Ray's temporary directory, as Ray chooses it."""
-    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+# The config may be of a run that lacked a key; the settings have its default.
+_own = PartialRolloutConfig.from_config
 
 
 _TRAINING = (
@@ -137,9 +139,10 @@ _TRAINING = (
         lambda c: (at(c, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS") or "local") == "local",
         Rule(
             "ray_kwargs.ray_init._temp_dir",
-            lambda v, _: len(os.fsencode(v or f"{_temporary()}/ray")) <= _TEMPORARY,
+            lambda v, _: len(os.fsencode(v or get_default_ray_temp_dir())) <= _TEMPORARY,
             lambda _: (
-                f"at most {_TEMPORARY} bytes for Ray's sockets; null is {_temporary()}/ray, by RAY_TMPDIR or TMPDIR"
+                f"at most {_TEMPORARY} bytes for Ray's sockets; null is {get_default_ray_temp_dir()}, "
+                "by RAY_TMPDIR or TMPDIR"
             ),
         ),
     ),
@@ -163,6 +166,7 @@ _TRAINING = (
         ),
     ),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
+    only("trainer.remove_previous_ckpt_in_save", False, "trainer.max_actor_ckpt_to_keep=1 takes its place"),
     *(only(f"{who}.checkpoint.async_save", False, "it is sealed once the save returns") for who in ("actor", "critic")),
     Rule(
         "actor.checkpoint.save_contents",
@@ -288,6 +292,39 @@ _ENGINES = (
     only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
 )
 _PARTIAL_ROLLOUT = (
+    # the recipe's keys, compared with each other
+    *where(_NO_PR, only("partial_rollout.placement", "colocated")),
+    Rule(
+        "partial_rollout.overlap",
+        lambda _, c: _own(c).overlap <= _own(c).max_staleness,
+        lambda c: f"at most partial_rollout.max_staleness={_own(c).max_staleness}",
+        "more groups in flight cannot all be trained in time",
+    ),
+    Rule(
+        "partial_rollout.overlap",
+        lambda _, c: (
+            _own(c).overlap >= 0
+            or (_own(c).mode is Mode.APRIL and whole((1 + _own(c).overlap) * c.data.train_batch_size) >= 1)
+        ),
+        "at least 0; with partial_rollout.mode=april (1 + overlap) * data.train_batch_size at least 1",
+    ),
+    *where(
+        lambda c: _own(c).mode is not Mode.WINDOW,
+        Rule("partial_rollout.max_staleness", lambda v, _: v >= 1, lambda c: f"at least 1 in mode {_own(c).mode}"),
+    ),
+    # The deadline of a call must pass before that of what the call is part of.
+    Rule(
+        "partial_rollout.failures.tool_timeout_s",
+        lambda _, c: (_own(c).failures.tool_timeout_s or 0) <= (_own(c).failures.sample_timeout_s or inf),
+        lambda c: f"at most partial_rollout.failures.sample_timeout_s={_own(c).failures.sample_timeout_s}",
+        "that would end its sample first",
+    ),
+    Rule(
+        "partial_rollout.tools.release_after_s",
+        lambda _, c: min(_own(c).tools.release_after_s, _own(c).parked_s or inf) < _own(c).deadlines.stall_s,
+        lambda c: f"below partial_rollout.deadlines.stall_s={_own(c).deadlines.stall_s:g}",
+        "that would end the run during a call in its deadline",
+    ),
     *where(
         (_V1, _NO_PR),
         only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
@@ -372,7 +409,7 @@ _PARTIAL_ROLLOUT = (
         ),
     ),
     # where the engines run
-    *where((_PR, _COLOCATED), only(_BACKEND, "naive", "trainer and engines share their devices")),
+    *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),
     Rule(
         "partial_rollout.placement",
         lambda v, _: v != Placement.SEPARATE or installed_pair().vllm in [pair.vllm for pair in TESTED],

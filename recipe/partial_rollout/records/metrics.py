@@ -67,6 +67,7 @@ def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCu
     owners = np.zeros(calls, dtype=int) if replicas is None else phase.column("replica").astype(int)
     times, where = np.unique(np.concatenate([[phase.start, phase.end], starts, ends]), return_inverse=True)
     changes = np.zeros((replicas or 1, len(times)), dtype=int)
+    # ``changes[...] += 1`` would count calls that begin together as one.
     np.add.at(changes, (owners, where[2 : 2 + calls]), 1)
     np.add.at(changes, (owners, where[2 + calls :]), -1)
     return RunningCurve(times, np.cumsum(changes, axis=1))

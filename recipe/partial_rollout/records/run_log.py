@@ -349,6 +349,7 @@ class RunLog:
     def add(self, event: Event, *, sync: bool = False) -> None:
         """Add any other event; ``sync``: every line is on disk afterwards."""
         self._file.write(msgspec.json.encode(event) + b"\n")
+        # Into the file at once: a process that is killed loses what Python still buffers.
         self._file.flush()
         if sync:
             os.fsync(self._file.fileno())

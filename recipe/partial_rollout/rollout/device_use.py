@@ -51,6 +51,7 @@ class DeviceUse:
 
     def within(self, start: float, end: float) -> float | None:
         """Mean share from ``start`` to ``end`` (unix seconds), None without a sample."""
+        # A copy: the thread appends meanwhile, and a deque that grows cannot be iterated.
         shares = [share for at, share in list(self._seen) if start <= at <= end]
         return sum(shares) / len(shares) if shares else None
 

@@ -16,7 +16,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
             run verl's agent loop            worker/agent_loop_worker.py, over worker/observed.py, which noPR uses
                 generate a turn              worker/llm_client.py        an abort makes a segment; the loop notices nothing
                     decode                   engine/replica.py           vLLM, until the turn ends or is aborted
-                call a tool                  worker/tool_deadline.py     with a deadline
+                call a tool                  worker/live_sample.py       with a deadline
                 no engine call for 0.1 s     worker/claim_loop.py        its slot goes to another sample
             match tokens to engine calls     worker/agent_loop_worker.py, as worker/live_sample.py has kept them
             score                            worker/rewards.py
@@ -195,6 +195,7 @@ class Driver:
         """
         self._require_trained(f"policy version {version}")
         runs_on = not self._stops and version < self._steps.last
+        # Read while the engines still decode: a batch of a slow data loader would prolong the hold.
         prompts = await self._wanted_prompts() if runs_on else []
         restarted = self._control.restarted
         await self._control.restart_dead()
@@ -205,6 +206,7 @@ class Driver:
             await self._control.restart_dead()
         yield
         if self._control.restarted > restarted:
+            # Before any gate opens: a worker must not call an address that is gone.
             telling = self._guard.ask("use_replicas", self._control.servers)
             await self._guard.wait(telling, "announcing restarted replicas", key=None)
             self._recorder.log.use_replicas(self._control.addresses)
@@ -213,6 +215,7 @@ class Driver:
             if not self._guard.open:
                 self._since = time.time()
                 await self._open()
+        # Last, so that samples have their slots and wait when the engines accept requests.
         await self._control.resume()
         if not self._stops:
             self._recorder.phase("hold", version, held_at)
@@ -238,6 +241,7 @@ class Driver:
         requested_at, log = time.time(), self._recorder.log
         log.add(Begin(step, requested_at))
         if self._stops:
+            # Only for the first step of a process: any other version began while the trainer had the batch before.
             if self._version != step - 1:
                 await self._begin_version(step - 1, await self._wanted_prompts())
             await self._open()
@@ -252,6 +256,7 @@ class Driver:
         else:
             self._recorder.phase("wait", step, requested_at)
         taken_at = time.time()
+        # Ray's ``get`` blocks; in a thread, the guard goes on watching the workers.
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
         ready = replace(ready, groups=[replace(group, outputs=outputs[group.uid]) for group in ready.groups])
@@ -259,6 +264,7 @@ class Driver:
         batch = StepBatch(step, ready, since, opened_at, taken_at)
         batch.check(self._settings.batch_groups, self._settings.failures.max_masked_fraction)
         self._batch, self._since = batch, taken_at
+        # So that the next round begins with its samples claimed: they wait at the gates while the trainer updates.
         if self._stops and step < self._steps.last:
             await self._begin_version(step, await self._wanted_prompts())
         return ready.groups
@@ -282,6 +288,7 @@ class Driver:
         batch = self._batch
         if batch is None:
             raise RuntimeError("the trainer has no batch: there is nothing to finish")
+        # First: the lengths of the interrupted samples are part of this step's metrics.
         if self._stops:
             await self._collect()
         # Validation's have other names, and may have been made beside.
@@ -293,6 +300,7 @@ class Driver:
         self._recorder.batch(batch, summary, calls, self._guard.restarted)
         await self._recorder.engines()
         await self._guard.follow_lengths(calls)
+        # Last: if anything above fails, the step is not finished, and no checkpoint is made of it.
         self._batch = None
 
     def _require_trained(self, what: str) -> None:
@@ -353,6 +361,7 @@ class Driver:
 
     async def _interrupt(self) -> None:
         """Make the engines quiet; from then on the workers report what they had to leave unfinished."""
+        # At once: while the replicas abort what runs, the gates keep the next calls back.
         stopping = asyncio.gather(self._control.interrupt(), self._guard.set_gate(open=False))
         await self._guard.wait(stopping, "interrupting the round", key=None)
 

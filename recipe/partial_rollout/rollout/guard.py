@@ -203,7 +203,7 @@ class Guard:
         if not isinstance(error, RayActorError):
             raise RolloutFailedError(f"{name} failed during {what}: {one_line(error)}") from error
         why = self._silent.pop(i, None) or f"died during {what}: {one_line(error)}"
-        if self._stop.asked:
+        if self._stop.requested:
             logger.warning("%s %s; %d of its samples go into the checkpoint", name, why, await self._release(name))
             self._serving[i] = None
             return
@@ -213,6 +213,7 @@ class Guard:
                 f"{name} {why}; it is not restarted again (partial_rollout.failures.worker_restarts={limit})"
             ) from error
         self.restarted += 1
+        # From here on it is asked nothing: until it serves, each question would end in its deadline.
         self._serving[i] = None
         requeued = await self._release(name)
         # A number that no worker has had: the manager refuses reports in a name that is gone.
@@ -260,6 +261,7 @@ class Guard:
         except RayActorError:
             return []
         except NoAnswerError:
+            # It may have been replaced while the question was open.
             if self._workers[i] is worker:
                 waited = f"{verb.strip('_')} within {time.monotonic() - began:.1f} s"
                 limit = f"partial_rollout.deadlines.interrupt_s={limit_s:g}"
@@ -295,6 +297,7 @@ async def watch_round(
             await asyncio.sleep(LOOK_EVERY_S)
             load = await control.load()
             progress = await look(decoded_between(seen, load) > 0) if look else None
+            # A replica that does not answer keeps its last figure.
             seen |= load
             now = time.monotonic()
             if bar.disable and now < shown_at + _LOG_S:

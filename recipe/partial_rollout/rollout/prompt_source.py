@@ -57,6 +57,7 @@ class PromptSource:
     @property
     def left(self) -> int:
         """Number of prompts not handed out yet."""
+        # By position: rows that were read ahead are not handed out yet.
         an_epochs = len(self._loader) * (self._loader.batch_size or 1)
         return max(0, self._total - self._epoch * an_epochs - self._position)
 

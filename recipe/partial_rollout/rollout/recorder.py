@@ -25,8 +25,7 @@ from recipe.partial_rollout.records.run_log import (
 )
 from recipe.partial_rollout.rollout.device_use import DeviceUse
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
-from recipe.partial_rollout.rollout.replicas import ServerControl
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots, ServerControl
 from recipe.partial_rollout.terminal import say
 
 
@@ -132,6 +131,7 @@ class Recorder:
         interrupt_s = resume_s = None
         if not self.settings.separate:
             interrupt_s = batch.until - ready.decided_at
+            # Not below 0, though the clocks of two machines may differ.
             resume_s = max(0.0, min((call.start for call in calls), default=batch.opened_at) - batch.opened_at)
         self.round(
             Round(

@@ -52,6 +52,7 @@ class RunFiles:
             return
         metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
         step = self.checkpoints.resumed_step
+        # Before the records are set aside.
         lost = [at for at, _ in logged_steps(metrics) if at > step]
         aside = self.checkpoints.begin()
         records = {name: self.directory / name for name in _RECORDS} | {METRICS: metrics}

@@ -144,6 +144,7 @@ class StopSignals:
         """End the process in any case: Ray's shutdown may take long, and a library may swallow what was raised."""
         if self._too_late is None:
             self._too_late = threading.Timer(_END_WITHIN_S, self.end)
+            # It must not keep a process alive that ends in time.
             self._too_late.daemon = True
             self._too_late.start()
 
@@ -152,7 +153,7 @@ class StopSignals:
         number = self._number or signal.SIGINT
         # Without the lock that a thread at work may hold.
         print(f"training stopped by {signal.Signals(number).name}", file=bars(), flush=True)
-        # As a shell reports a process that the signal ended.
+        # No handlers of exit, which may wait for Ray. The code is what a shell reports of a process that the signal ended.
         os._exit(128 + number)
 
     @property

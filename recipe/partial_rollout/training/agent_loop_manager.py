@@ -74,6 +74,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
     client_class: type[ObservedLLMClient] = ObservedLLMClient
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Before verl's constructor, which takes its own class where none is set.
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
         self.llm_client = self.client_class.over(self.llm_client)

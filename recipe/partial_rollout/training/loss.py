@@ -97,6 +97,7 @@ def worker_loss(
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
     """Return the loss of a run's actor workers; ``actor`` is verl's config of the actor."""
     region = BehaviourRegion.of(settings, actor)
+    # A partial of a function of this module: it travels to the workers as a pickle.
     return partial(corrected_ppo_loss, config=config_of(actor), policy=policy, region=region)
 
 
@@ -133,13 +134,14 @@ def corrected_ppo_loss(
     behaviour, mask = padded["rollout_log_probs"], padded["response_mask"]
     # Nested tensors are padded with 0, which is a version.
     padded["rollout_versions"] = padded["rollout_versions"].masked_fill(mask == 0, -1)
+    # As proximal policy it is a constant: only verl's own copy of it carries the gradient.
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
     proximal, weights = padded["old_log_probs"], padded.get("rollout_is_weights", None)
     reported: dict[str, torch.Tensor] = {}
     if policy.from_update:
         weights, reported = _weighted(policy, padded, current, recomputed=recomputed)
         proximal = current
-    if policy.level is not None and weights is None:
+    if policy.granularity is not None and weights is None:
         raise RuntimeError(
             "the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for"
         )
@@ -148,18 +150,22 @@ def corrected_ppo_loss(
     if region is not None:
         advantages = padded["advantages"]
         outside = region.outside(current, behaviour, advantages, mask)
+        # A masked token has the weight 0, so the region needs weights to write into.
         assert weights is not None, "a region without weights is refused before Ray starts"
         weights = weights.masked_fill(outside, 0)
         parts = masked_parts(outside, advantages, age=version - padded["rollout_versions"])
         reported |= {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
+    # A shallow copy: the engine's micro-batch keeps its own ``old_log_probs``.
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
     if weights is not None:
         corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
     for key, value in reported.items():
+        # Means over tokens, whatever the loss averages over: runs of different modes are compared.
         metrics[REPORTED_AS + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
     entropy = model_output.get("entropy")
+    # With its pass over the batch verl logs the entropy itself.
     if not recomputed and entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
         metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
@@ -188,7 +194,8 @@ def _weighted(
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
-    if policy.level is not None:
+    if policy.granularity is not None:
+        # verl computes twenty statistics beside them, which fail where a micro-batch has no token.
         with weights_alone():
             weights, _ = compute_rollout_correction_weights(
                 log_ratio, padded["response_mask"], rollout_is=policy.granularity, rollout_is_threshold=policy.threshold
@@ -244,6 +251,7 @@ class BehaviourRegion:
         Args:
             current, behaviour: [B, R] log-probs. advantages: [B, R]. mask: [B, R], above 0 where the model generated.
         """
+        # verl clamps its log-ratios alike, so that no exponential overflows.
         delta = (current - behaviour).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         if self.per_sequence:
             delta, advantages = (
@@ -324,6 +332,7 @@ class ProximalPolicy:
 
     def recomputes(self, step: int) -> bool:
         """Whether step ``step``, of 1, 2, ..., runs the pass over the batch."""
+        # Step 1 is among them: a wrong proximal policy shows before much is trained.
         return not self.from_update or (step - 1) % self.check_every == 0
 
 

@@ -54,6 +54,7 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     >>> {key: column.tolist() for key, column in columns.items()}
     {'acc': [1.0, 0.5, 0.0], 'pred': [12, None, None], 'limit': [None, None, 'cpu']}
     """
+    # In the order of their first appearance: a set would have another one in each process.
     rows = {
         key: [plain(info.get(key)) for info in infos] for key in dict.fromkeys(key for info in infos for key in info)
     }
@@ -86,6 +87,7 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
         TimeoutError: the scores are late.
     """
     deadline_s = reward_s * math.ceil(len(batch) / len(manager.reward_loop_workers))
+    # verl blocks its thread until the last score is there, so a deadline needs another one.
     scoring = in_thread(partial(manager.compute_rm_score, batch))
     scored = asyncio.run(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
     scores = scored.batch["rm_scores"]

@@ -77,11 +77,13 @@ class StepLog:
 
     def extend(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Return the metrics of ``step`` with the overview's; print the line and any warnings."""
+        # First, because a dashboard shows keys in the order in which they come.
         data = {**overview(data, partial=self._settings.enable), **data}
         if self._bar is None:
             self._bar = self._begin(step)
         say(step_line(data, step, self._total, self._settings))
         self._bar.update(step - self._bar.n)
+        # The manager counts over all processes of the run; a step without its metric keeps the last one.
         self._discarded = int(data.get(f"{FILTER}/groups_total", self._discarded))
         warnings = [not_finite(data, step), self._scores_differ(data, step)]
         if self._settings.enable:
@@ -128,6 +130,7 @@ class StepLog:
         """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
         due = SWANLAB in self._config.trainer.logger and (step - 1) % PICTURES_EVERY == 0
         if due and round_ is not None and round_.step == step:
+            # It need not be installed, and takes a second to import.
             import swanlab
 
             pictures = {"timeline": timeline(round_), "lengths": length_histogram(round_)}
@@ -248,6 +251,7 @@ class PolicyDrift:
         kl = float(data.get(KL, nan))
         if not isfinite(kl):
             return None
+        # Of earlier steps alone: a jump must not lift the median that it is compared with.
         usual = median(self._seen) if len(self._seen) >= _FIRST else None
         self._seen.append(kl)
         before, self._alarmed = self._alarmed, usual is not None and kl > max(_FLOOR, _FACTOR * usual)

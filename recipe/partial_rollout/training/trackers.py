@@ -23,6 +23,7 @@ _SET: dict[str, str] = {}
 
 def set_variable(name: str, value: str | None) -> None:
     """Set a variable of the environment, or unset it, unless the user has set it; each run of a multirun sets its own."""
+    # A value that this process has not set is the user's.
     if os.environ.get(name) not in (None, _SET.get(name)):
         return
     os.environ.pop(name, None)
@@ -76,7 +77,7 @@ def addresses(loggers: Iterable[str]) -> list[str]:
         where = swanlab.get_run().url if mode in CLOUD else f"swanlab watch {quote(os.environ[LOG_DIR])}"
         lines.append(f"SwanLab: {where}")
     if "wandb" in loggers:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         lines.append(f"wandb: {wandb.run and wandb.run.url}")
     return lines

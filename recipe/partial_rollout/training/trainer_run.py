@@ -34,9 +34,8 @@ from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase
 from recipe.partial_rollout.rollout.driver import Driver, connect
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
-from recipe.partial_rollout.rollout.replicas import ServerControl
+from recipe.partial_rollout.rollout.replicas import ReplicaSlots, ServerControl
 from recipe.partial_rollout.rollout.run_files import RunFiles
-from recipe.partial_rollout.rollout.slots import ReplicaSlots
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training import loss
@@ -76,9 +75,11 @@ class SlotLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """An epoch, or what is left of the one in which the run was resumed."""
+        # verl's ``fit`` goes to the epoch of the resumed step, and leaves it to the loader's state where to begin in it.
         for _ in range(self._completed() % len(self), len(self)):
             if self._exhausted():
                 return
+            # verl takes the length of a batch from its tensors: a placeholder needs one.
             yield {"slot": torch.arange(self._size).unsqueeze(1)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,8 +109,11 @@ class TrainerRun(_VerlsTrainer):
         self.proximal = loss.ProximalPolicy.of(config, settings)
         self._noted = 0
         """the last step whose training is in the log"""
+        # verl looks the replica class up when it makes the workers.
         replica.register()
+        # The preflight has read the limits; here verl's save must not find them.
         claim_retention(config.trainer, critic=need_critic(config))
+        # Last: verl's constructor makes the dataloader, and ``_offer`` reads what is set above.
         super().__init__(config, *args, **kwargs)
 
     @property
@@ -143,6 +147,7 @@ class TrainerRun(_VerlsTrainer):
         """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
         settings = self.settings
         if settings.enable:
+            # The workers have verl's loss until now.
             self.send_loss()
         control = ServerControl(
             self.llm_server_manager.get_replicas(),
@@ -153,6 +158,7 @@ class TrainerRun(_VerlsTrainer):
         slots = ReplicaSlots(
             settings.slots_per_replica,
             given=settings.slots_given,
+            # Asked of vLLM, which knows it only once it has profiled the model.
             kv_tokens=asyncio.run(control.kv_tokens()),
             prompt=lengths.prompt_length,
             response=lengths.response_length,
@@ -171,6 +177,7 @@ class TrainerRun(_VerlsTrainer):
         )
         self.recorder = recorder = Recorder(settings, self.files.open_log(facts, control.addresses), control, slots)
         if settings.enable:
+            # After the slots: the manager admits by them from its first version on.
             self.driver = connect(
                 recorder,
                 self.steps,
@@ -190,6 +197,7 @@ class TrainerRun(_VerlsTrainer):
             driver=self.driver,
             pictures=pictures if settings.enable and pictures.known else None,
         )
+        # A validation alone begins no version, of which the driver would tell the manager.
         self.checkpoint_manager = RecipeCheckpointManager(
             self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None
         )
@@ -211,11 +219,13 @@ class TrainerRun(_VerlsTrainer):
             self._only_validate(loop)
             return
         with self.stop.caught():
+            # Of a process before this one.
             (files.directory / ERROR_LOG).unlink(missing_ok=True)
             if files.checkpoints.resumed_step >= self.total_training_steps:
                 say(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
                 self._note_end(complete=True)
                 return
+            # verl makes its trackers in ``fit``; they read their ids from the environment.
             open_run(self.config.trainer.logger, files.checkpoints.run)
             # Within it, so that the trackers show a run as failed whose last checkpoint cannot be saved.
             with observed_tracking(self._observe_step, self._after_log, files.metrics):
@@ -229,11 +239,13 @@ class TrainerRun(_VerlsTrainer):
                     self._save_before_stop()
                     raise
                 except Exception as error:
+                    # A sample's traceback is in the manager's process, which ends with this one.
                     if self.driver is not None:
                         asyncio.run(self.driver.explain(error))
                     raise
                 finally:
                     self.step_log.end()
+        # The last save and the trackers' end may have failed until here.
         self._note_end(complete=True)
         say(last_lines(self.config, files.completed_step))
 
@@ -255,6 +267,7 @@ class TrainerRun(_VerlsTrainer):
         step = self._end_step(self.global_steps)
         in_flight = {} if self.driver is None else self.driver.in_flight()
         self.files.checkpoints.save(step, in_flight, self._save_trainer)
+        # On disk now: a checkpoint that outlives the machine must be in the log that an audit reads.
         self.recorder.log.add(Checkpoint(step), sync=True)
 
     def _save_trainer(self) -> None:
@@ -296,6 +309,7 @@ class TrainerRun(_VerlsTrainer):
         elif self.global_steps % self.steps.per_epoch == 0:
             # verl starts the sampler over at the end of an epoch, so the next one would repeat the order of the first.
             loader.load_state_dict(torch.load(chosen / "data.pt", weights_only=False))
+            # Nothing is left of that epoch; reading it moves the sampler on to the next one.
             deque(loader, maxlen=0)
 
     def _save_where_data_ended(self) -> None:
@@ -303,6 +317,7 @@ class TrainerRun(_VerlsTrainer):
         step, every = self.files.completed_step, self.config.trainer.save_freq
         say(self.step_log.data_ended(step))
         if every > 0 and step % every and step > self.files.checkpoints.resumed_step:
+            # ``fit`` has counted on to a step that got no batch.
             self.global_steps = step
             self._save_checkpoint()
 
@@ -333,8 +348,10 @@ class TrainerRun(_VerlsTrainer):
         From then on a checkpoint is of this step.
         """
         files = self.files
+        # verl ends a step by its save or by its weight sync, whichever comes first.
         if step is not None and step != files.completed_step:
             if self.driver is not None:
+                # Before the number changes: a checkpoint of a step needs its groups booked as trained.
                 asyncio.run(self.driver.finish_step())
             files.completed_step = step
         return files.completed_step
@@ -342,6 +359,7 @@ class TrainerRun(_VerlsTrainer):
     def _choose_pass(self) -> None:
         """Have verl leave out its pass over the batch of this step where the update gives the proximal log-probs."""
         if self.proximal.from_update:
+            # ``fit`` reads this key anew in each step.
             correction = self.config.algorithm.rollout_correction
             correction.bypass_mode = not self.proximal.recomputes(self.global_steps)
 
@@ -351,6 +369,7 @@ class TrainerRun(_VerlsTrainer):
     def _observe_step(self, data: dict[str, Any], step: int) -> dict[str, Any]:
         """Add the recipe's metrics to what verl logs for a step."""
         ours = {f"partial_rollout/{key}": value for key, value in self.recorder.metrics.items()}
+        # The recorder does not know when a step is logged: a validation adds figures after the batch's.
         self.recorder.metrics.clear()
         return self.step_log.extend({**loss.logged(data), **ours}, step)
 
@@ -358,6 +377,7 @@ class TrainerRun(_VerlsTrainer):
         """Close a logged step; stop verl's ``fit`` here if a signal has come. In a round ``Driver.next_batch`` stops it."""
         self._note_training()
         self.step_log.close(step, self.recorder.log.last_round)
+        # After the last step the training is complete, whatever signal has come.
         if step < self.steps.last:
             self.stop.check()
 
@@ -368,6 +388,7 @@ class TrainerRun(_VerlsTrainer):
             self.stop.check()
             return super()._validate(*args, **kwargs)
         except StopTraining:
+            # Raised from here, the stop would lose the metrics of the trained step; ``_after_log`` raises it.
             return {"partial_rollout/validation_cut_short": 1.0}
 
     def _val_metrics_update(
@@ -378,6 +399,7 @@ class TrainerRun(_VerlsTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        # verl takes a column for numbers or text by its first value, and raises where they are mixed.
         infos = averaged(per_sample(reward_extra_infos_dict), data_sources)
         return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
 
@@ -390,6 +412,7 @@ class TrainerRun(_VerlsTrainer):
     def _note_training(self) -> None:
         """Note the training on the last round, which lasts until now."""
         round_ = self.recorder.log.last_round
+        # A validation and the log of a step both come here, the validation first if there is one.
         if round_ is not None and round_.step > self._noted:
             self._noted = round_.step
             self.recorder.log.add(Phase("train", round_.step, round_.phase.end, time.time()))
@@ -418,5 +441,6 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         self._choose_pass()
+        # verl hands a batch's meta information on to its update; step s trains from version s - 1.
         batch.meta_info[loss.VERSION] = self.global_steps - 1
         return super()._get_gen_batch(batch)

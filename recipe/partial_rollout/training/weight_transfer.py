@@ -1,13 +1,13 @@
-"""Transfers new weights into the engines in two parts: ``stage`` while they decode, ``load`` while they are held.
+"""Transfers new weights into the engines: packs them while the engines decode, loads them while the engines are held.
 
 Each part has a deadline and watches the replicas: verl's sender waits for the receiver's answer without looking at the
 receiver's error, so a sync that fails in an engine would hang its sender. A replica that is dead before the sync is
 restarted for it (PR); one that dies during it ends the run. The driver does the rest of what PR does around a sync::
 
-    transfer.stage -> driver.loading -> transfer.load -> (end of driver.loading)
+    stage -> driver.loading -> load_staged or send -> (end of driver.loading)
 
 ===========  =========================================  ==================================================================
-backend      ``stage``                                  ``load``
+backend      while they decode: ``stage``               while they are held: ``load_staged`` with a cache, else ``send``
 ===========  =========================================  ==================================================================
 ``naive``    nothing                                    each trainer sends to the engine on its own devices
 with cache   the trainer packs its weights (``shm``)    the worker beside each engine reads them, at no cost to the trainer
@@ -41,26 +41,62 @@ _LOOK_EVERY_S = 1.0
 _ANSWER_S = 10.0
 
 
-class WeightTransfer:
-    """Sends weights to engines that are idle or held. The base of the transfer with a cache.
+class RecipeCheckpointManager:
+    """Stands in for verl's manager in its ``fit``, and sends weights to engines that are idle or held.
 
-    Both parts raise ``RolloutFailedError``, which names the trainer or the replica that failed, or ``NoAnswerError``.
+    A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
 
     Args:
         verls: the checkpoint manager that verl made.
-        deadline_s: seconds for each part.
+        recorder: of the run; its settings have the deadline of each part.
+        end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
+        driver: PR's. None: noPR, or a validation alone, which starts no version.
     """
 
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        self._verls = verls
-        self._deadline_s = deadline_s
+    def __init__(
+        self,
+        verls: CheckpointEngineManager,
+        recorder: Recorder,
+        end_step: Callable[[int | None], int],
+        driver: Driver | None,
+    ) -> None:
+        self._verls, self._recorder, self._end_step, self._driver = verls, recorder, end_step, driver
+        # Of the class and not of the name: a user may register a backend with a cache.
+        self._cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
+        self._freeing: list[Any] = []
+        """references to the trainers' removal of what was loaded"""
+        if self._cached:
+            # Now, before a step is trained whose weights could not be transferred.
+            asyncio.run(self._watched(self._meet(), "the first meeting of trainers and engines"))
 
-    async def stage(self, version: int) -> bool:
-        """Do what can be done while the engines decode; returns whether there was anything to do."""
-        return False
+    @auto_await
+    async def sleep_replicas(self) -> None:
+        """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
+        await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
-    async def load(self, version: int) -> None:
-        """Send the weights and their version to every engine, which is idle and alive."""
+    def update_weights(self, global_steps: int | None = None) -> None:
+        """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
+
+        verl's loops call it once an update is done, also one of the critic alone. None: the version sent last, again.
+
+        Raises:
+            RolloutFailedError: a replica or the trainer failed; the message names it.
+            NoAnswerError: the deadline passed.
+        """
+        version, start = self._end_step(global_steps), time.time()
+        # noPR sends as PR does, for the deadline and for the name of the engine that fails.
+        asyncio.run(self._transfer(version, start))
+        self._recorder.log.add(Phase("sync", version, start, time.time()))
+
+    async def _transfer(self, version: int, start: float) -> None:
+        if self._cached:
+            await self.stage(version)
+            self._recorder.phase("stage", version, start)
+        async with self._driver.loading(version) if self._driver else nullcontext():
+            await (self.load_staged if self._cached else self.send)(version)
+
+    async def send(self, version: int) -> None:
+        """Send the weights and their version, without a cache, to every engine, which is idle and alive."""
         what, verls = f"weight sync of version {version}", self._verls
         if verls.backend == "naive":
             sync = self._sent(version)
@@ -70,45 +106,18 @@ class WeightTransfer:
             sync = [in_thread(partial(held.update_weights, version))]
         await self._watched(_all(sync, f"{what} failed in the trainer"), what, verls.replicas)
 
-    def _sent(self, version: int) -> list[Any]:
-        """Have the trainers send their weights; returns references to the ends of it."""
-        trainers: Any = self._verls.actor_wg
-        return trainers.update_weights(global_steps=version, mode=self._verls.backend)
-
-    async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
-        """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
-        names = ", ".join(replica.server_address for replica in replicas)
-        whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
-        try:
-            await wait(part, self._deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
-        except RolloutFailedError:
-            # What fails here may fail because a replica has failed before: its error is the one to report.
-            await _raise_failure(replicas, what)
-            raise
-
-
-class CachedTransfer(WeightTransfer):
-    """Lets the trainer go on once its weights are packed; the engines load them on their own.
-
-    A replica that has died, and was restarted since, loads like the others. One that dies while it loads ends the run.
-    """
-
-    def __init__(self, verls: CheckpointEngineManager, deadline_s: float) -> None:
-        super().__init__(verls, deadline_s)
-        self._freeing: list[Any] = []
-        """references to the trainers' removal of what was loaded"""
-        asyncio.run(self._watched(self._meet(), "the first meeting of trainers and engines"))
-
-    async def stage(self, version: int) -> bool:
+    async def stage(self, version: int) -> None:
+        """Have the trainers pack their weights while the engines decode."""
         what = f"staging of version {version}"
         # The trainers may still be removing the weights that the engines loaded last.
         freed, self._freeing = self._freeing, []
         await self._watched(_all(freed, f"{what} failed in the trainer"), what)
         await self._watched(_all(self._sent(version), f"{what} failed in the trainer"), what)
-        return True
 
-    async def load(self, version: int) -> None:
+    async def load_staged(self, version: int) -> None:
+        """Have every engine load what is packed; the trainers go on without waiting for it."""
         what, replicas = f"loading of version {version}", self._verls.replicas
+        # By replica, so that the error names the one that failed.
         loads = [
             _all(
                 [worker.update_weights.remote(global_steps=version) for worker in replica.workers],
@@ -117,7 +126,25 @@ class CachedTransfer(WeightTransfer):
             for replica in replicas
         ]
         await self._watched(asyncio.gather(*loads), what, replicas)
+        # Not awaited, or the trainer would wait for it; the next staging does.
         self._freeing = self._ask_trainers("finalize")
+
+    def _sent(self, version: int) -> list[Any]:
+        """Have the trainers send their weights; returns references to the ends of it."""
+        trainers: Any = self._verls.actor_wg
+        return trainers.update_weights(global_steps=version, mode=self._verls.backend)
+
+    async def _watched(self, part: Awaitable[Any], what: str, replicas: Sequence[RolloutReplica] = ()) -> None:
+        """Wait for ``part``, which raises if the sending side fails, and ask ``replicas`` for errors of theirs."""
+        deadline_s = self._recorder.settings.deadlines.weight_sync_s
+        names = ", ".join(replica.server_address for replica in replicas)
+        whose = f"{what} to vLLM replicas {names}" if names else f"{what} by the trainer"
+        try:
+            await wait(part, deadline_s, whose, "weight_sync_s", watches=[_watch(replicas, what)])
+        except RolloutFailedError:
+            # What fails here may fail because a replica has failed before: its error is the one to report.
+            await _raise_failure(replicas, what)
+            raise
 
     async def _meet(self) -> None:
         """Have the backend refuse nodes between which it cannot transfer."""
@@ -172,61 +199,7 @@ async def _failure_of(replica: RolloutReplica) -> str | None:
     try:
         return await asyncio.wait_for(result_of(replica.server_handle.weight_sync_error.remote()), _ANSWER_S)
     except TimeoutError:
+        # A server that is busy loading has not failed; the deadline of the sync ends the wait.
         return None
     except RayActorError as died:
         return None if is_out_of_reach(died) else f"the server died: {one_line(died)}"
-
-
-class RecipeCheckpointManager:
-    """Stands in for verl's manager in its ``fit``.
-
-    Args:
-        verls: the checkpoint manager that verl made.
-        recorder: of the run; its settings have the deadline.
-        end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
-        driver: PR's. None: noPR, or a validation alone, which starts no version.
-    """
-
-    def __init__(
-        self,
-        verls: CheckpointEngineManager,
-        recorder: Recorder,
-        end_step: Callable[[int | None], int],
-        driver: Driver | None,
-    ) -> None:
-        self._verls = verls
-        cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
-        transfer = CachedTransfer if cached else WeightTransfer
-        self._transfer = transfer(verls, recorder.settings.deadlines.weight_sync_s)
-        self._recorder, self._end_step, self._driver = recorder, end_step, driver
-
-    @auto_await
-    async def sleep_replicas(self) -> None:
-        """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
-        await (self._verls if self._driver is None else self._driver).sleep_replicas()
-
-    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """End the step ``global_steps``, and send its weights to every replica as the policy version of that number.
-
-        verl's loops call it once an update is done, also one of the critic alone. None: the version sent last, again.
-
-        Raises:
-            RolloutFailedError: a replica or the trainer failed; the message names it.
-            NoAnswerError: the deadline passed.
-        """
-        version, start = self._end_step(global_steps), time.time()
-        sent: Any = {}
-        # On shared devices noPR sends as PR does, for the deadline and the name of the engine that fails.
-        if self._driver is None and self._verls.backend != "naive":
-            sent = self._verls.update_weights(global_steps)  # type: ignore[arg-type]
-        else:
-            asyncio.run(self._send(version))
-        self._recorder.log.add(Phase("sync", version, start, time.time()))
-        return sent
-
-    async def _send(self, version: int) -> None:
-        start = time.time()
-        if await self._transfer.stage(version):
-            self._recorder.phase("stage", version, start)
-        async with self._driver.loading(version) if self._driver else nullcontext():
-            await self._transfer.load(version)

@@ -29,17 +29,16 @@ from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.partial_rollout.checkpoint.row_images import digest, opened_row
 from recipe.partial_rollout.config.settings import FilterSettings, Placement
-from recipe.partial_rollout.manager import garbage
+from recipe.partial_rollout.manager.actor import allow_full_collections, postpone_full_collections
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import SampleOutput
 from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
-from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash
+from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash, timed
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
-from recipe.partial_rollout.worker.tool_deadline import timed
 
 _THREADS = 2**20
 """most threads of the event loop, which are made as they are needed: a carried sample keeps its own, a tool that hangs
@@ -87,7 +86,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """
         self.llm_client.replicas = ReplicaChoice(servers, offset)
         settings = self.config.partial_rollout
-        self._claims = ClaimLoop(
+        self._claims = self.llm_client.claims = ClaimLoop(
             name,
             manager,
             capacity,
@@ -113,7 +112,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """Allow engine calls from here on."""
         # A round of separate placement has no end for garbage to wait for.
         if self.config.partial_rollout.placement == Placement.COLOCATED:
-            garbage.hold()
+            postpone_full_collections()
         self._claims.open.set()
 
     def close_round(self) -> None:
@@ -121,7 +120,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._claims.open.clear()
         # The driver awaits it with ``flush``, after the trainer's update.
         self._reporting = asyncio.create_task(self._claims.reported())
-        self._reporting.add_done_callback(lambda _: garbage.release())
+        self._reporting.add_done_callback(lambda _: allow_full_collections())
 
     async def flush(self) -> None:
         """Wait until the manager knows everything of the closed round."""

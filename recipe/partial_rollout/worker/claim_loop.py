@@ -32,12 +32,9 @@ from recipe.partial_rollout.manager.types import (
     SampleOutput,
 )
 from recipe.partial_rollout.waits import ErrorText, InfraError, is_cancelled, result_of, wait
-from recipe.partial_rollout.worker.live_sample import LiveSample
+from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
-LEASE_S = 7200.0
-"""seconds that a sample may wait for its slot in an open round: longer than any step, so that it ends a run only if the
-trainer hangs"""
 _BEGIN_S = 0.02
 """seconds of this process that a loop takes until its first engine call: it is made, and reads the chat template"""
 
@@ -69,11 +66,12 @@ class Outbox:
         """Send what is to be sent. The content of a report that fails is lost: its error ends the worker."""
         while True:
             await self._sends.wait()
+            # Cleared before the content is taken: what happens from here on sets it again.
             self._sends.clear()
             report, self.unsent = self.unsent, Report(self.unsent.worker)
+            # Whoever asks ``sent`` from here on waits for the next report, which has what was added since.
             known, self._known = self._known, asyncio.Event()
-            if report:
-                self._on_leases(await self._manager.report.remote(report))
+            self._on_leases(await self._manager.report.remote(report))
             known.set()
 
     async def sent(self) -> None:
@@ -151,6 +149,7 @@ class ClaimLoop:
         Raises:
             RuntimeError: the manager and this worker disagree on a sample. Any error of a report is raised, too.
         """
+        # Before the first claim: the manager refuses those of workers that it does not know.
         await self.manager.register_worker.remote(self.name, self.capacity)
         await wait(self._claim(), None, "claiming samples", watches=[self.outbox.serve()])
 
@@ -160,6 +159,7 @@ class ClaimLoop:
 
     async def reported(self) -> None:
         """Wait until no engine call runs, and report everything; returns once the manager knows it."""
+        # The gate is shut, so no call begins any more; running ones end as their replicas abort them.
         while self._running:
             self._ended.clear()
             await self._ended.wait()
@@ -185,7 +185,9 @@ class ClaimLoop:
                     f"{self.name}, which {'has no' if lease.resident else 'still has its'} conversation"
                 )
             if sample is None:
-                sample = self.samples[lease.sample_id] = LiveSample(lease, self, self._sample_s)
+                sample = self.samples[lease.sample_id] = LiveSample(
+                    lease, SampleClock(f"sample {lease.sample_id}", self._sample_s)
+                )
                 sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
             sample.slot_requested = False
             sample.leased.set()
@@ -197,13 +199,13 @@ class ClaimLoop:
             event = await self._outcome(sample)
             if sample.slot_requested:
                 # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
-                async with self._lease_in_time(sample):
-                    await sample.leased.wait()
+                await sample.leased.wait()
         except InfraError as error:
             self.outbox.unsent.fatal = self.outbox.record_error(error).line
             self.outbox.report(sample)
         else:
             self.outbox.report(sample, event)
+        # After the report: its retry may come back with the answer, and must find it gone.
         del self.samples[sample.id]
         self._arm_release_timer(sample)
 
@@ -215,11 +217,9 @@ class ClaimLoop:
         """
         try:
             output = await sample.clock.run(self._run_agent_loop(sample))
-        except InfraError:
-            raise
         # A library may cancel what it awaits and let that out: the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
-            if is_cancelled():
+            if isinstance(error, InfraError) or is_cancelled():
                 raise
             times = error.times if isinstance(error, RewardError) else 1
             return Failed(sample.id, self.outbox.record_error(error).line, times)
@@ -247,9 +247,10 @@ class ClaimLoop:
         if not sample.slot_requested and not sample.leased.is_set():
             self._ask_for_slot(sample)
         try:
-            async with self._lease_in_time(sample):
-                while (obstacle := self._obstacle(sample)) is not None:
-                    await obstacle.wait()
+            # Without a deadline of its own: a wait that does not end stalls the round, which has one (``stall_s``).
+            while (obstacle := self._obstacle(sample)) is not None:
+                await obstacle.wait()
+            # Once more: its agent loop may have ended while the call waited.
             _require_listener(sample)
             self._running += 1
             try:
@@ -257,6 +258,7 @@ class ClaimLoop:
             finally:
                 self._running -= 1
         finally:
+            # Even if it never ran: other calls wait for its place, and the end of the round for the last call.
             sample.calling -= 1
             self._arm_release_timer(sample)
             self._ended.set()
@@ -267,21 +269,11 @@ class ClaimLoop:
             return sample.leased
         if not self.open.is_set():
             return self.open
+        # After a resize to fewer slots, samples that have a slot keep it. So the limit is the larger of the two numbers.
         if self._running < self.capacity or self._running < sum(each.leased.is_set() for each in self.samples.values()):
             return None
         self._ended.clear()
         return self._ended
-
-    @contextlib.asynccontextmanager
-    async def _lease_in_time(self, sample: LiveSample) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(LEASE_S):
-                yield
-        except TimeoutError as error:
-            raise InfraError(
-                f"sample {sample.id} was not granted a slot in an open round within {LEASE_S:g} s; "
-                "is the trainer still stepping?"
-            ) from error
 
     def release_slot(self, sample: LiveSample) -> None:
         """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
@@ -311,6 +303,7 @@ class ClaimLoop:
 
     def _park(self, sample: LiveSample) -> None:
         """Give the slot to another sample: this one has made no engine call for a while, whatever it awaits."""
+        # A call may have begun since the timer was set, or the slot gone with an interruption.
         if not sample.calling and sample.leased.is_set():
             sample.leased.clear()
             self.outbox.report(sample, Parked(sample.id))

@@ -1,15 +1,24 @@
-"""A training sample in its worker: its engine calls and their tokens, its slot, its replica and its clock."""
+"""A training sample in its worker: its engine calls and their tokens, its slot, its replica, its clock and its tools.
+
+Each call of a tool has a deadline, whatever its agent loop makes of tool errors. A call that takes too long ends its
+sample. To raise inside the tool would not do: agent loops turn a tool's exception into its answer, and a tool that hangs
+has given none. The call is cancelled if possible. A synchronous function runs in a thread, which continues until the
+function returns; no other call waits for it. A coroutine that blocks the event loop stops its worker, and only
+``deadlines.stall_s`` detects that. All else is verl's: a tool is created, called and released as its agent loop asks, and
+anew in each life of a sample.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
+from verl.tools.function_tool import FunctionTool
 
 from recipe.partial_rollout.manager.types import Lease, Segment
 
@@ -48,10 +57,12 @@ class SampleClock:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._deadline_s) as self._timeout:
+                    # Waited for, not awaited: a TimeoutError of the loop's own does not mean that its time is over.
                     await asyncio.wait({task})
             late = not task.done()
             where = await _cancelled(task) if late else None
         finally:
+            # Also where this call is cancelled itself: no agent loop runs on unheard.
             self._timeout = None
             task.cancel()
         if late or self._error is not None:
@@ -82,6 +93,7 @@ class SampleClock:
         self._set(0.0)
 
     def _set(self, seconds: float | None) -> None:
+        # A call that the loop left behind may end after it, and an expired timeout cannot be rescheduled.
         if self._timeout is None or self._timeout.expired():
             return
         if self._error is not None:
@@ -164,30 +176,17 @@ class Turn:
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [length]"""
-        return np.concatenate([segment.token_ids for segment in self.segments] or [np.empty(0, np.int32)])
+        return np.concatenate([segment.token_ids for segment in self.segments])
 
     @property
     def log_probs(self) -> np.ndarray:
         """float32 [length]"""
-        return np.concatenate([segment.log_probs for segment in self.segments] or [np.empty(0, np.float32)])
+        return np.concatenate([segment.log_probs for segment in self.segments])
 
     @property
     def versions(self) -> np.ndarray:
         """int32 [length]"""
-        parts = [np.full(len(segment), segment.version, np.int32) for segment in self.segments]
-        return np.concatenate(parts or [np.empty(0, np.int32)])
-
-
-class SlotProvider(Protocol):
-    """Grants the slots of a sample; in a worker it is the ``ClaimLoop``."""
-
-    def engine_call(self, sample: LiveSample) -> AbstractAsyncContextManager[None]:
-        """Enter once ``sample`` holds a slot and may call the engine."""
-        ...
-
-    def release_slot(self, sample: LiveSample) -> None:
-        """Give back the slot of an interrupted call, and ask for one again."""
-        ...
+        return np.concatenate([np.full(len(segment), segment.version, np.int32) for segment in self.segments])
 
 
 @dataclass(slots=True, eq=False)
@@ -196,13 +195,10 @@ class LiveSample:
 
     lease: Lease
     """with which it came here"""
-    slot_provider: SlotProvider
-    deadline_s: InitVar[float | None] = None
-    """deadline of ``clock``"""
+    clock: SampleClock
+    """seconds that its agent loop spends between engine calls"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run concurrently"""
-    calls: int = 0
-    """requests to replicas"""
     leased: asyncio.Event = field(default_factory=asyncio.Event)
     """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next four"""
     slot_requested: bool = False
@@ -216,16 +212,8 @@ class LiveSample:
     ended: bool = False
     """whether its agent loop has ended; nothing that it left behind is reported"""
     affinity: ReplicaAffinity = field(default_factory=ReplicaAffinity)
-    clock: SampleClock = field(init=False)
-    """seconds that its agent loop spends between engine calls"""
     unsent: list[Segment] = field(default_factory=list)
     """segments that the manager does not know"""
-    _known: list[Segment] = field(init=False)
-    """first turn of a single-turn sample that goes on from its tokens, until a call asks for it"""
-
-    def __post_init__(self, deadline_s: float | None) -> None:
-        self.clock = SampleClock(f"sample {self.id}", deadline_s)
-        self._known = list(self.lease.segments)
 
     @property
     def id(self) -> str:
@@ -235,6 +223,11 @@ class LiveSample:
     def segments(self) -> list[Segment]:
         """Segments of the turns that have begun, in their order."""
         return [segment for turn in self.turns for segment in turn.segments]
+
+    @property
+    def _known(self) -> tuple[Segment, ...]:
+        """First turn of a single-turn sample that goes on from its tokens, until a call asks for it."""
+        return () if any(turn.number == 0 for turn in self.turns) else self.lease.segments
 
     @property
     def decoded(self) -> int:
@@ -261,9 +254,10 @@ class LiveSample:
         under another context for any other call.
         """
         # Number 0 is kept for the turn whose tokens are known.
-        turn = Turn(len(self.turns) + bool(self._known), start, context, request_digest, [], unlike, images)
-        if self._known and self._known[0].request_digest == request_digest:
-            turn.number, turn.segments, self._known = 0, self._known, []
+        known = self._known
+        turn = Turn(len(self.turns) + bool(known), start, context, request_digest, [], unlike, images)
+        if known and known[0].request_digest == request_digest:
+            turn.number, turn.segments = 0, list(known)
         self.turns.append(turn)
         return turn
 
@@ -305,3 +299,75 @@ def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Corout
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, own._home))
 
     return call
+
+
+# -- tools ---------------------------------------------------------------------------------------------------------------
+
+
+def timed(
+    tools: list[Any], clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
+) -> list[Any]:
+    """Return ``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
+
+    Args:
+        clock: of the agent loop; it ends when a call is late.
+        timeout_s: of a call; None: no limit.
+        record_error: gets what a tool raises, which verl's tool loop shows to the model alone.
+    """
+    return [_timed(tool, TimedTool(tool, clock, timeout_s, record_error)) for tool in tools]
+
+
+def _timed(tool: Any, bounded: TimedTool) -> Any:
+    if not isinstance(tool, FunctionTool):
+        return bounded
+
+    async def call(**parameters: Any) -> Any:
+        return await bounded.within(tool.call(parameters))
+
+    # verl's loop tells a function from a tool with a life cycle by its class.
+    return replace(tool, fn=call, is_async=True)
+
+
+class TimedTool(OneOfASample):
+    """A tool each call of whose life cycle has a deadline (see ``timed``); everything else is the tool's own."""
+
+    def __init__(
+        self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
+    ) -> None:
+        super().__init__()
+        self._tool = tool
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._record_error = record_error
+
+    @at_home
+    async def within(self, call: Awaitable[T]) -> T:
+        """Return ``call``'s result.
+
+        Raises:
+            TimeoutError: there is none in time; the agent loop ends with it, too.
+            Exception: the tool's own.
+        """
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await call
+        except Exception as error:
+            # A tool may raise a TimeoutError of its own, which is an answer like any other.
+            if not limit.expired():
+                self._record_error(error)
+                raise
+            late = TimeoutError(
+                f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
+                f"(partial_rollout.failures.tool_timeout_s)"
+            )
+            # The agent loop may turn the error into a message to the model; its clock ends it all the same.
+            self._clock.end(late)
+            raise late from error
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._tool, name)
+        # What verl's tool loop awaits in a tool's life.
+        if name not in ("create", "execute", "release"):
+            return own
+        return lambda *args, **kwargs: self.within(own(*args, **kwargs))

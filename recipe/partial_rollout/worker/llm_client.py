@@ -35,6 +35,7 @@ from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.waits import InfraError
+from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import (
     LiveSample,
     OneOfASample,
@@ -139,14 +140,17 @@ class ReplicaChoice:
         """Choose a replica for the next call, which counts as running there until ``release``; return address, handle."""
         fewest = min(self._running, key=self._running.__getitem__)
         own = affinity.replica if affinity.replica in self._running else fewest
+        # One more than the emptiest: with few samples, a difference of one is no reason to prefill elsewhere.
         if affinity.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
             own = fewest
         affinity.replica, affinity.resumes = own, False
+        # Put at the end: ``min`` finds the first of equals, so they take turns.
         self._running[own] = self._running.pop(own) + 1
         return own, self.servers[own]
 
     def release(self, address: str) -> None:
         """Note that a call at ``address`` has ended."""
+        # The replica may have died since, or be back under another address.
         if address in self._running:
             self._running[address] -= 1
 
@@ -160,14 +164,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
     replicas: ReplicaChoice
-    """set by the worker before any call"""
+    """set by the worker before any call, as is the next"""
+    claims: ClaimLoop
+    """gives a sample the slot that its calls need"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tokenizer: Any = None
         """the model's; finds stop strings"""
-        custom = getattr(self.config.actor_rollout_ref.rollout, "custom", None) or {}
-        self._keeps_kv = custom.get("resume_kv") == ResumeKV.KEEP
+        self._keeps_kv = self.config.partial_rollout.resume_kv == ResumeKV.KEEP
         self._compares = self.config.partial_rollout.correction != Correction.NONE
         """whether the loss compares the trainer's log-probs with the engine's"""
 
@@ -204,6 +209,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             asyncio.CancelledError: the agent loop has returned.
         """
         check_sampling(sample.id, sampling_params)
+        # A loop may ask for no log-probs; the loss needs them.
         prompt_ids, params = normalize_token_ids(prompt_ids), {**sampling_params, "logprobs": True}
         rollout = self.config.actor_rollout_ref.rollout
         unlike = unlike_training(sampling_params, rollout.temperature) if self._compares else ""
@@ -231,17 +237,15 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             known: tokens of the prompt that the engines have seen.
         """
         last, stops = None, None
-        if self.config.actor_rollout_ref.rollout.scheduling_policy == "priority":
-            kwargs["priority"] = sample.lease.order
-        budget = self._budget(prompt_ids, params)
-        params = {key: value for key, value in params.items() if key != "max_new_tokens"}
+        # The earliest group first, so that the engine preempts the newest (``main_ppo.wire`` sets the policy).
+        kwargs["priority"] = sample.lease.order
+        budget = self._budget(len(prompt_ids), params)
         if params.get("stop"):
             stops = StopStrings(self.tokenizer, prompt_ids, params, turn.segments)
         while not turn.complete:
             done = [int(token) for segment in turn.segments for token in segment.token_ids]
             began = time.time()
-            async with sample.slot_provider.engine_call(sample):
-                sample.calls += 1
+            async with self.claims.engine_call(sample):
                 request = Request(
                     sample.affinity,
                     sample,
@@ -250,18 +254,20 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                 )
                 try:
                     last = await self.generate(
-                        f"{sample.id}@{sample.calls}",
+                        sample.id,
                         request=request,
                         prompt_ids=prompt_ids + done,
                         sampling_params=sampling_of_call(params, budget, len(done)),
                         **kwargs,
                     )
                 except InfraError:
+                    # The driver notices the death too, and restarts the replica before the next weight sync.
                     if not self.replicas.leave(request.address):
                         raise
                     # Another replica lives.
                     continue
                 for segment in self._segments(last, budget - len(done)):
+                    # A stop string in an earlier version's tokens ends the turn, and what follows it is dropped.
                     if not turn.complete:
                         sample.add(turn, stops.end(segment) if stops else segment)
                 if not turn.complete:
@@ -269,16 +275,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     if not self._keeps_kv:
                         # The replica's cache is emptied with its weights, so the sample may resume anywhere.
                         sample.affinity.replica = None
-                    sample.slot_provider.release_slot(sample)
+                    self.claims.release_slot(sample)
         return last
 
-    def _budget(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> int:
+    def _budget(self, prompt: int, params: dict[str, Any]) -> int:
         """Return how many tokens an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""
-        for key in ("max_tokens", "max_new_tokens"):
-            if key in sampling_params:
-                return int(sampling_params[key])
         rollout = self.config.actor_rollout_ref.rollout
-        return min(rollout.response_length, rollout.prompt_length + rollout.response_length - len(prompt_ids))
+        most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt)
+        return int(params.get("max_tokens", params.get("max_new_tokens", most)))
 
     @staticmethod
     def _segments(output: TokenOutput, budget: int) -> list[Segment]:
@@ -347,10 +351,9 @@ def unlike_training(params: dict[str, Any], temperature: float) -> str:
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
     """Return parameters for the call that continues a turn with ``params`` after ``made`` of ``budget`` tokens."""
-    params = {**params, "max_tokens": budget - made}
-    if params.get("min_tokens"):
-        params["min_tokens"] = max(0, params["min_tokens"] - made)
-    return params
+    others = {key: value for key, value in params.items() if key != "max_new_tokens"}
+    least = max(0, (params.get("min_tokens") or 0) - made)
+    return {**others, "max_tokens": budget - made, "min_tokens": least}
 
 
 class StopStrings:

@@ -61,6 +61,7 @@ from recipe.partial_rollout.worker.rewards import (
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
 """digits of verl's request ids, which have 32, that tell the samples of a run apart in its trace"""
+# Many calls run at once on one client, and verl's ``generate`` has no parameter for it.
 REQUEST: ContextVar[Request] = ContextVar("request")
 """the request that verl's ``generate`` makes at this moment; it notes where it goes"""
 T = TypeVar("T")
@@ -247,6 +248,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 raise
             text = ErrorText.from_error(error)
         return AgentLoopOutput(
+            # One token, because a row without any has no last token to carry a score.
             prompt_ids=[0],
             response_ids=[0],
             response_mask=[0],
@@ -300,9 +302,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
         if excess := excess_of(*sizes):
             raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
-        if "raw_prompt" in row:
-            # As verl's does: reward functions may read it.
-            output.extra_fields["raw_prompt"] = row["raw_prompt"]
+        # As verl's does: reward functions may read it.
+        output.extra_fields["raw_prompt"] = row.get("raw_prompt")
         output.extra_fields = renamed(output.extra_fields, "loop")
         if output.reward_score is not None:
             self._check_score(output, row, validate)

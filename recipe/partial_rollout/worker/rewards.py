@@ -7,15 +7,13 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class RewardError(RuntimeError):
     """in a row, for the same output"""
 
 
-async def reward_of(call: Awaitable[T], prompt: Any, deadline_s: float | None = None) -> T:
+async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None = None) -> Any:
     """Return the result of ``call``, of a reward function.
 
     Raises:
@@ -168,12 +166,14 @@ class RewardWorkers:
             try:
                 await asyncio.wait_for(result_of(handle.__ray_ready__.remote()), _ANSWERS_WITHIN_S)
                 return handle
+            # Its function blocks its event loop. It lives, and may answer later; another one may be free now.
             except TimeoutError:
                 continue
             except RayActorError as error:
                 if means_death(error) and handle in self._living:
                     self._died_of = self._died_of or error
                     self._living.remove(handle)
+            # Ray may be restarting it.
             await asyncio.sleep(AGAIN_S)
         path = self._config.reward.custom_reward_function.path
         restarts = self._config.partial_rollout.failures.worker_restarts

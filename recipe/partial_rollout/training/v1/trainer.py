@@ -55,6 +55,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
 
     def _setup(self) -> None:
         """Set up as verl does; separate engines get devices of their own and the transfer that the config asks for."""
+        # verl's ``_setup`` asks for it before it makes the workers.
         self._enable_hybrid_replicas = not self.settings.separate
         super()._setup()
         if self.settings.separate:
@@ -71,6 +72,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
     def fit(self, agent_loop_manager: Any) -> None:
         """Run verl's ``fit`` as ``run_fit`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
         self.async_rollout_manager = agent_loop_manager
+        # v1 makes the agent-loop manager last and hands it to ``fit``: workers and replicas exist only now.
         self._connect(agent_loop_manager)
         samples = self.config.actor_rollout_ref.rollout.n
         self.replay_buffer = RoundBuffer(agent_loop_manager, self.train_dataloader, samples)
@@ -100,5 +102,6 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.settings.enable:
             assert batch.extra_info is not None
+            # v1's update knows a batch by its keys; this travels beside them to the loss.
             batch.extra_info[VERSION] = self.global_steps - 1
         return super()._update_actor(batch, metrics)
