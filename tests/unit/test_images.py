@@ -38,7 +38,7 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, Sa
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from tests.tiny_vlm import VISION, build, file_of, picture, row
 from tests.unit.loop_life import function
-from tests.unit.shared import SlotProvider, live_sample, settings_of
+from tests.unit.shared import live_sample, settings_of
 from tests.unit.test_turn_alignment import Call, config_of
 
 
@@ -267,7 +267,7 @@ async def test_image_of_a_tool_is_trained_beside_those_of_the_row(vlm, engine, o
     """verl's tool loop; the second call shows the engine two images, and was cut by an interruption."""
     calls = [Call(1, [ZOOM, SAY, END], 3), Call(1, [SAY], 1, "aborted"), Call(2, [SAY, END], 2)]
     engine.answers = [call.answer() for call in calls]
-    row, sample = opened(picture("r")), live_sample(SlotProvider())
+    row, sample = opened(picture("r")), live_sample()
     config = config_of(80, "zoom")
     config.actor_rollout_ref.rollout.prompt_length = 48
     client = SampleClient(PartialRolloutLLMClient(config), sample, sample.clock)
