@@ -68,7 +68,7 @@ class Local:
 
 
 class Claims:
-    """A claim loop that grants slots at once; has what samples have reported."""
+    """A claim loop that leases slots at once; has what samples have reported."""
 
     def __init__(self):
         self.segments = []
