@@ -34,9 +34,10 @@ from recipe.partial_rollout.waits import one_line
 NEEDED = """\
 vllm.v1.engine.async_llm:AsyncLLM <- hold replica vllm_plugin
     has: output_processor engine_core vllm_config model_config errored dead_error
-    calls: pause_generation(*, mode, clear_cache) check_health() reset_encoder_cache() add_request(request_id, prompt, params, *,
-        lora_request, priority) abort(request_id, *, internal) generate(*, prompt, sampling_params, request_id,
-        lora_request, priority) reset_prefix_cache(*, reset_running_requests, reset_connector)
+    calls: pause_generation(*, mode, clear_cache) check_health() reset_encoder_cache()
+        add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *, internal)
+        generate(*, prompt, sampling_params, request_id, lora_request, priority)
+        reset_prefix_cache(*, reset_running_requests, reset_connector)
 vllm.v1.engine.output_processor:RequestOutputCollector <- replica
     has: request_id
     calls: get() get_nowait() close()
