@@ -102,8 +102,8 @@ def attend(
         raise NotImplementedError(f"attention '{NAME}' takes one packed row with its position ids: {_REMEDY}")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"attention '{NAME}' is causal: {_REMEDY}")
-    for name, value in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
-        if value is not None:
+    for name, option in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
+        if option is not None:
             raise NotImplementedError(f"attention '{NAME}' has no {name}: {_REMEDY}")
     kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attended = _in_one_kernel if kernel else _one_by_one
