@@ -174,6 +174,13 @@ async def test_last_step_begins_no_version(placement):
 @both
 async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement):
     async with life(5, 300, 5, 5, placement=placement) as one:
+        report = one.manager.report
+
+        async def late(*given):
+            await asyncio.sleep(0.1)
+            return await report(*given)
+
+        one.manager.report = late
         await one.batch(1)
         await asyncio.sleep(0.05)
         await one.driver.finish_step()

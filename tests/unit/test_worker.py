@@ -204,6 +204,12 @@ async def test_samples_that_start_at_once_keep_their_slots_until_each_can_call()
         assert one.figures()["agent/slots_freed_s_total"] == 0
 
 
+async def test_sample_that_decodes_keeps_its_slot_however_long():
+    async with training([[100]]) as one:
+        await one.stop_round()
+        assert one.figures()["agent/slots_freed_s_total"] == 0
+
+
 @pytest.mark.parametrize("parked_s", [None, 10.0])
 async def test_tool_within_its_deadline_is_no_stall(parked_s):
     refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 parked on w1")
