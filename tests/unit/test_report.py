@@ -49,7 +49,7 @@ def spans(bars):
 
 
 def cells(comparison):
-    (table,) = [table for table in tables(comparison) if table.title == "Figures"]
+    (table,) = [table for table in tables(comparison) if table.title == "Metrics"]
     return {row[0]: row[1:] for row in table.rows}
 
 

@@ -1,7 +1,6 @@
 """What a terminal shows of a run: the recipe's lines and warnings, and one about the round; libraries print elsewhere."""
 
 import asyncio
-import io
 import logging
 import subprocess
 import sys
@@ -226,13 +225,6 @@ def test_long_sample_is_cut_and_one_without_a_score_says_so(log_of):
     log.show(batch_of("a" * 3000 + "end", "b" * 900 + "c" * 900, "1" * 1800), 1, LETTERS)
     assert f"prompt\n{'a' * 797}end\n" in lines[0] and f"\n{'b' * 800}\n...\n{'c' * 800}\n" in lines[0]
     assert "its reward: not known yet" in lines[0]
-
-
-def test_sample_with_signs_that_the_terminal_does_not_have_ends_no_run(log_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    log, lines = log_of()
-    log.show(batch_of("é?", "ß", "1", score=1.0), 1, LETTERS)
-    assert lines[0].isascii() and "ß" in (tmp_path / "sample.txt").read_text(encoding="utf-8")
 
 
 # -- the end, and a policy that runs away from its samples -----------------------------------------------------------------

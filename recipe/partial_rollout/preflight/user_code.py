@@ -5,7 +5,9 @@ A worker would die of what does not load, a minute after the start, and its erro
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -48,9 +50,10 @@ def check_by_verl(config: DictConfig) -> None:
     # A critic's node would load its model.
     nodes = ["rollout", "algorithm", *(["critic.optim", "critic.checkpoint"] if need_critic(config) else [])]
     try:
-        for node in nodes:
-            omega_conf_to_dataclass(at(config, node))
-        validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=False)
+        with contextlib.redirect_stdout(io.StringIO()):
+            for node in nodes:
+                omega_conf_to_dataclass(at(config, node))
+            validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=False)
     except Exception as error:
         # hydra wraps what a dataclass raises; its cause is what verl says.
         raise ConfigError(f"verl refuses the configuration: {one_line(error.__cause__ or error)}") from error
@@ -99,7 +102,8 @@ def check_code(config: DictConfig, settings: PartialRolloutConfig) -> Iterator[C
 
 def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> Any:
     """Return what ``load`` returns; ``words`` say what the value of ``key`` must be."""
-    with refusing(full(key), at(config, key), words):
+    # A BaseTool prints its schema.
+    with refusing(full(key), at(config, key), words), contextlib.redirect_stdout(io.StringIO()):
         return load()
 
 
