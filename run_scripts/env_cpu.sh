@@ -19,4 +19,4 @@ export HF_HUB_DISABLE_TELEMETRY=1
 export PYTHONUNBUFFERED=1
 
 # shellcheck source=/dev/null
-source "$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)/${PARTIAL_ROLLOUT_VENV:-.venv}/bin/activate"
+source "$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)/${PARTIAL_ROLLOUT_VENV:-.venv${PARTIAL_ROLLOUT_VLLM:+-vllm-$PARTIAL_ROLLOUT_VLLM}}/bin/activate"

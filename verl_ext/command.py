@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from verl_ext.guard import cpu_requested, untested_pair
+from verl_ext.guard import cpu_requested
 
 NAME = "recipe.partial_rollout"
 OURS = Path(__file__).resolve().parents[1].joinpath(*NAME.split("."))
@@ -89,8 +89,7 @@ def no_device(device: str, cluster: str | None) -> str | None:
         cluster: Ray's address, of machines whose devices nobody here sees.
     """
     if device == "cpu":
-        # verl goes on without the patches of a plugin that refuses to load.
-        return untested_pair("cpu") if cpu_requested() else _NO_VARIABLE
+        return None if cpu_requested() else _NO_VARIABLE
     if cpu_requested():
         return f"trainer.device={device}: cpu where the environment has VERL_PLATFORM=cpu; add platform=cpu"
     there = shutil.which("nvidia-smi") or any(map(os.path.exists, _DEVICES))

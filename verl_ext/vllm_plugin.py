@@ -5,31 +5,30 @@ requests to its workers that an emptied cache preempts. vLLM counts with its sta
 switches them off (``rollout.disable_log_stats=True``), and a stat-logger plugin would switch them on in every engine. They
 also count the requests that vLLM preempts to empty its cache while the scheduler is paused: a hold, not a want of blocks.
 The count may go when vLLM's tells the two apart; the report, with 0.24.0.
+
+Its patch of the front end lets verl 0.9.1 abort requests of vLLM 0.32. It may go when verl passes ``mode``.
+
+Each patch looks for the name or the argument that it is about, and changes nothing where vLLM does not need it.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 from typing import Any
 
-from verl_ext.guard import (
-    GPU_PAIR,
-    around,
-    cpu_requested,
-    in_recipe,
-    installed_pair,
-    untested_pair,
-    when_imported,
-)
+from verl_ext.guard import around, cpu_requested, in_recipe, when_imported
 
-_SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
+_SCHEDULER, _CORE, _FRONT = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"
+PIECEWISE = "verl_ext.piecewise_scheduler.piecewise_scheduler"
+"""what ``scheduler_cls`` is to be"""
 _UTILITY = "partial_rollout_preemptions"
-
-logger = logging.getLogger(__name__)
+_WAIT = "wait_for_inflight_requests"
 
 
 def count_preempted(module: Any) -> None:
     """The scheduler counts in ``preempted``; this costs nothing while nothing is preempted."""
+    if not hasattr(module.Scheduler, "_preempt_request"):
+        return
     from vllm.v1.core.sched.interface import PauseState
 
     module.Scheduler.preempted = 0
@@ -53,6 +52,9 @@ def tell_preempted(module: Any) -> None:
     others. A request of better priority that arrives during the hold then finds no place, and the engine dies ("No free
     indices").
     """
+    # The set in which later releases keep them.
+    if "reset_preempted_req_ids" in inspect.getsource(module.Scheduler):
+        return
 
     @around(module.Scheduler, "reset_prefix_cache")
     def reset_prefix_cache(
@@ -69,21 +71,25 @@ def tell_preempted(module: Any) -> None:
         return output
 
 
-def register() -> None:
-    """Patch vLLM's scheduler in the recipe's processes, and its layers on the CPU platform.
+def take_wait(module: Any) -> None:
+    """``AsyncLLM.pause_generation`` takes the argument by which verl asks for an abort, which 0.32 dropped for ``mode``."""
+    if _WAIT in inspect.signature(module.AsyncLLM.pause_generation).parameters:
+        return
 
-    An untested pair of vLLM and torch is not patched; a warning says so.
-    """
-    if not (in_recipe() or cpu_requested()):
-        return
-    if problem := untested_pair("vllm_plugin"):
-        logger.warning("vLLM is not patched: %s", problem)
-        return
+    @around(module.AsyncLLM, "pause_generation")
+    def pause_generation(vllms: Any, self: Any, **options: Any) -> Any:
+        if options.pop(_WAIT, False):
+            options["mode"] = "wait"
+        return vllms(self, **options)
+
+
+def register() -> None:
+    """Patch vLLM in the recipe's processes, and its layers on the CPU platform."""
     if in_recipe():
         when_imported(_SCHEDULER, count_preempted)
+        when_imported(_SCHEDULER, tell_preempted)
         when_imported(_CORE, answer_in_core)
-        if installed_pair() == GPU_PAIR:
-            when_imported(_SCHEDULER, tell_preempted)
+        when_imported(_FRONT, take_wait)
     if cpu_requested():
         # Import verl first: importing the platform alone would load verl's plugin before the platform is complete.
         import verl  # noqa: F401

@@ -24,6 +24,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import (
     CONF_DIR,
@@ -78,8 +79,18 @@ def apply_overrides(config: DictConfig) -> None:
         rollout.scheduling_policy = "priority"
 
 
+def check_releases(config: DictConfig) -> None:
+    """Refuse an installed verl, vLLM or torch that does not fit, before one of them is imported.
+
+    verl logs a plugin that fails at DEBUG and goes on. An engine that does not fit would die minutes later.
+    """
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "vllm" and (problem := releases.refusal()):
+        raise ConfigError(problem)
+
+
 def check(config: DictConfig) -> NoReturn:
     """Print what the checks find and the plan; exit."""
+    check_releases(config)
     from recipe.partial_rollout.tools.check.command import check_run
 
     sys.exit(check_run(config))
@@ -102,10 +113,11 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
 
     What is left to do needs Ray.
     """
+    check_releases(config)
     from recipe.partial_rollout import preflight
 
     found = preflight.checked(config)
-    # verl's engine, which they import, is not there where vLLM does not fit.
+    # They import verl's engine, which may lack what the checks look for.
     from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import LOG_DIR, set_variable

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from recipe.partial_rollout.engine.hold import pause
 from recipe.partial_rollout.engine.replica import AdmittingEngine
 from tests.bench.instant_executor import engine_args, log_prob_at, token_at
-from verl_ext.piecewise_scheduler import PIECEWISE
+from verl_ext.vllm_plugin import PIECEWISE
 
 BOUND = (
     "Exit code 1 if a token costs more than 0.4 of what it costs with vLLM's own scheduler, or an interruption takes more "

@@ -71,6 +71,8 @@ class InstantExecutor(Executor):
             "get_supported_tasks": ("generate",),
             "get_kv_cache_spec": self._kv_cache_spec(),
             "determine_available_memory": 2**24,
+            # asked by releases after 0.28
+            "get_supported_kv_cache_layouts": ["LBNHC"],
         }
         return [answers.get(method)]
 

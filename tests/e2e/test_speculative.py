@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 
+from recipe.partial_rollout.config import releases
 from tests.bench.distribution import compare, in_a_process, load_prompts, speculative_config
-from verl_ext import guard
 
 pytestmark = pytest.mark.nightly
 
 BROKEN = pytest.mark.xfail(
-    guard.installed_pair() == guard.GPU_PAIR,
+    releases.vllm() == "0.24.0",
     reason="vLLM 0.24.0's CPU build: its sampler passes USE_FP64_GUMBEL to a kernel that does not take it",
     raises=TypeError,
     strict=True,

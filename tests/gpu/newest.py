@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 
+from recipe.partial_rollout.config import releases
 from tests.gpu.figures import Figures
 from tests.gpu.pair import LONG_TAIL
 from tests.gpu.training import TINY, TrainingError, command, speed, steps_of
-from verl_ext.guard import installed_pair
+from verl_ext.guard import installed
 
 WRONG_RELEASE = 5
 
@@ -24,9 +25,9 @@ def run(options: Namespace, figures: Figures) -> int:
 
     ``--vllm`` names the release that is meant: another one that is installed is an error, with ``WRONG_RELEASE``.
     """
-    found = installed_pair()
-    if options.vllm and options.vllm != found.vllm:
-        figures.emit(vllm=found.vllm, error=f"vLLM {options.vllm} was asked for: pack it with --vllm {options.vllm}")
+    found, torch = releases.vllm(), installed("torch")
+    if options.vllm and options.vllm != found:
+        figures.emit(vllm=found, error=f"vLLM {options.vllm} was asked for: pack it with --vllm {options.vllm}")
         return WRONG_RELEASE
     trace = TINY if options.tiny else LONG_TAIL
     task = trace.write(options.scratch)
@@ -34,7 +35,7 @@ def run(options: Namespace, figures: Figures) -> int:
     try:
         for metrics in steps_of(asked, options.scratch / "runs" / "newest", time.monotonic() + options.seconds):
             samples = trace.sizes.prompts * trace.sizes.samples
-            figures.emit(vllm=found.vllm, torch=found.torch, step=metrics["step"], **speed(metrics, samples))
+            figures.emit(vllm=found, torch=torch, step=metrics["step"], **speed(metrics, samples))
     except TrainingError as error:
-        figures.emit(vllm=found.vllm, torch=found.torch, refused=reason(str(error)))
+        figures.emit(vllm=found, torch=torch, refused=reason(str(error)))
     return 0

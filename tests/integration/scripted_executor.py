@@ -127,6 +127,10 @@ class ScriptedExecutor(Executor):
     def do_determine_available_memory(self):
         return 2**24
 
+    def do_get_supported_kv_cache_layouts(self):
+        # asked by releases after 0.28
+        return ["LBNHC"]
+
     def initialize_from_config(self, kv_cache_configs):
         self.kv = np.full((kv_cache_configs[0].num_blocks * self.cache_config.block_size, 3), -1, dtype=np.int32)
 

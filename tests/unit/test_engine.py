@@ -20,10 +20,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.engine import replica
 from recipe.partial_rollout.engine.hold import UNKNOWN, record_marks, spans
 from recipe.partial_rollout.engine.replica import AdmittingEngine, RecipeVLLMServer, _end_processes, vLLMHttpServer
 from tests.e2e.bare_server import serve
+from verl_ext.vllm_plugin import PIECEWISE
 
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -249,6 +251,21 @@ def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
     for args in (ours, users):
         asyncio.run(server.run_server(args))
     assert (ours.watermark, users.watermark) == (0.05, 0.2)
+    # One that lacks the option.
+    asyncio.run(server.run_server(Namespace(scheduler_cls=None)))
+
+
+@pytest.mark.parametrize(
+    ("release", "users", "taken"), [("0.31.0", None, PIECEWISE), ("0.31.0", "own.S", "own.S"), ("0.30.0", None, None)]
+)
+def test_tokens_come_in_pieces_from_a_tested_vllm_alone(monkeypatch, release, users, taken):
+    monkeypatch.setattr(releases, "vllm", lambda: release)
+    monkeypatch.setattr(replica.vLLMHttpServer, "run_server", AsyncMock())
+    server = object.__new__(replica.RecipeVLLMServer)
+    server.config, server.replica_rank, server.engine = Namespace(custom={}), 1, None
+    args = Namespace(watermark=0.0, scheduler_cls=users)
+    asyncio.run(server.run_server(args))
+    assert args.scheduler_cls == taken
 
 
 async def test_failed_weight_sync_keeps_its_first_error(monkeypatch):

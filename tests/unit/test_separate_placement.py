@@ -2,10 +2,10 @@
 
 import pytest
 
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import check_settings, rules
+from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.inputs import check_cluster
-from verl_ext.guard import Pair
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -33,6 +33,8 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
         check_cluster(config, {"CPU": 99, "GPU": 4})
     check_cluster(placed(COLOCATED, "trainer.n_gpus_per_node=8"), {"CPU": 99, "GPU": 1})
-    monkeypatch.setattr(rules, "installed_pair", lambda: Pair("0.11.0", "2.8.0"))
-    with pytest.raises(ConfigError, match=r"placement=separate: colocated with vLLM 0\.11\.0: only the pinned"):
+    monkeypatch.setattr(releases, "vllm", lambda: "0.30.0")
+    with pytest.raises(ConfigError, match=r"placement=separate: colocated: only engines of vLLM 0\.24\.0,"):
         check_settings(config)
+    with pytest.raises(ConfigError, match=r"resume_kv=keep: recompute: only engines of vLLM 0\.24\.0,"):
+        check_settings(placed(COLOCATED, "partial_rollout.resume_kv=keep"))

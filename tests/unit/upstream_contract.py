@@ -1,35 +1,11 @@
-"""What the recipe and verl_ext take from verl and vLLM that pyright cannot see; ``test_upstream_contract.py`` checks it.
+"""What the recipe and verl_ext take from verl that pyright cannot see; ``test_upstream_contract.py`` checks it.
 
-An entry is a line ``owner <- by``: a module or ``module:Class``, and stems of our files that use it. Below, indented::
-
-    has: attributes: class members, fields, or instance attributes that the class assigns
-    calls: functions with what we pass: f(a, b, *, c) is two by position and one by name; upstream may require no more
-    reads: config keys and environment variables that its source reads
+``preflight.vllm_contract`` has what they take from vLLM, and says how an entry is written.
 """
 
-import re
-from typing import NamedTuple
+from recipe.partial_rollout.preflight.vllm_contract import NEEDED, OPTIONAL, entries
 
-
-class Uses(NamedTuple):
-    owner: str
-    by: list[str]
-    has: list[str]
-    calls: dict[str, str]
-    reads: list[str]
-
-
-def entries(text):
-    for entry in re.split(r"\n(?=\S)", text.strip()):
-        head, *rest = re.split(r" (has|calls|reads): ", " ".join(entry.split()))
-        if not head.startswith("#"):
-            owner, by = head.split(" <- ")
-            used = {"has": "", "calls": "", "reads": "", **dict(zip(rest[::2], rest[1::2], strict=True))}
-            calls = dict(re.findall(r"(\w+)\(([^)]*)\)", used["calls"]))
-            yield Uses(owner, by.split(), used["has"].split(), calls, used["reads"].split())
-
-
-TABLE = """\
+VERLS = """\
 # the trainer
 verl.trainer.ppo.ray_trainer:RayPPOTrainer <- trainer_run trainer main_ppo task_runner
     has: async_rollout_manager checkpoint_manager llm_server_manager actor_rollout_wg train_dataloader train_dataset
@@ -174,78 +150,13 @@ verl.utils.tracking <- tracking_observer main_ppo trackers
     reads: VERL_FILE_LOGGER_PATH SWANLAB_MODE SWANLAB_LOG_DIR
 torch.distributed <- cpu
     calls: init_process_group(backend)
-# vLLM
-vllm.v1.engine.async_llm:AsyncLLM <- hold replica vllm_plugin
-    has: output_processor engine_core vllm_config errored dead_error
-    calls: check_health() add_request(request_id, prompt, params, *, lora_request, priority) abort(request_id, *,
-        internal) generate(*, prompt, sampling_params, request_id, lora_request, priority)
-        reset_prefix_cache(*, reset_running_requests, reset_connector)
-vllm.v1.engine.output_processor:RequestOutputCollector <- replica
-    has: request_id
-    calls: get() get_nowait() close()
-vllm.v1.engine.output_processor:OutputProcessor <- hold replica
-    has: request_states
-vllm.v1.engine.output_processor:RequestState <- hold replica
-    has: detokenizer external_req_id
-vllm.v1.engine.core_client:AsyncMPClient <- hold vllm_plugin
-    has: outputs_queue engine_ranks_managed
-    calls: call_utility_async(method) pause_scheduler_async(*, mode, clear_cache)
-vllm.v1.engine:EngineCoreOutputs <- hold
-    has: engine_index
-vllm.v1.core.sched.interface:PauseState <- vllm_plugin
-    has: UNPAUSED
-vllm.v1.engine.core:EngineCore <- vllm_plugin
-    has: scheduler
-vllm.v1.core.sched.scheduler:Scheduler <- vllm_plugin
-    has: pause_state running
-    calls: _preempt_request(request, timestamp) reset_prefix_cache(reset_running_requests, reset_connector) schedule()
-vllm.v1.core.sched.output:SchedulerOutput <- vllm_plugin
-    has: preempted_req_ids
-vllm.config:VllmConfig <- replica
-    has: cache_config parallel_config
-vllm.config:CacheConfig <- replica
-    has: kv_cache_size_tokens
-vllm.config:ParallelConfig <- replica
-    has: data_parallel_size
-vllm.v1.engine.exceptions:EngineDeadError <- replica
-vllm.outputs:RequestOutput <- replica
-    has: finished outputs metrics
-vllm.sampling_params:RequestOutputKind <- replica
-    has: CUMULATIVE FINAL_ONLY
-vllm.v1.metrics.stats:RequestStateStats <- replica
-    has: queued_ts scheduled_ts
-vllm.inputs:TokensPrompt <- replica distribution
-    has: prompt_token_ids cache_salt
-vllm.engine.arg_utils:AsyncEngineArgs <- replica
-    has: watermark scheduler_cls
-vllm.v1.core.sched.scheduler:Scheduler <- piecewise_scheduler
-    calls: update_from_output(scheduler_output, model_runner_output) has_finished_requests()
-        finish_requests(request_ids, finished_status)
-    has: pause_state __init__
-vllm.v1.core.sched.async_scheduler:AsyncScheduler <- piecewise_scheduler
-vllm.v1.core.sched.interface:PauseState <- piecewise_scheduler
-    has: PAUSED_ALL
-vllm.v1.engine:EngineCoreOutput <- piecewise_scheduler
-    has: request_id new_token_ids new_logprobs finish_reason events new_prompt_logprobs_tensors prefill_stats routed_experts
-vllm.v1.engine:EngineCoreOutputs <- piecewise_scheduler
-    has: outputs scheduler_stats finished_requests
-vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
-vllm.v1.request:RequestStatus <- piecewise_scheduler
-    has: FINISHED_ABORTED
-vllm:SamplingParams <- llm_client observed agent_loop_worker replica distribution
-    has: temperature top_p top_k repetition_penalty logprobs n max_tokens detokenize stop min_tokens seed
-        presence_penalty frequency_penalty bad_words thinking_token_budget structured_outputs repetition_detection
-        skip_special_tokens spaces_between_special_tokens output_kind flat_logprobs
-vllm.v1.engine.detokenizer:IncrementalDetokenizer <- llm_client hold replica
-    calls: num_output_tokens() from_new_request(tokenizer, request) update(new_token_ids, *, stop_terminated)
+"""
+MEASURED = """\
 vllm.engine.arg_utils:EngineArgs <- distribution
     has: model dtype enforce_eager max_model_len max_num_seqs seed speculative_config distributed_executor_backend
         disable_log_stats
 vllm:LLM <- distribution
     calls: generate(prompts, sampling_params, *, use_tqdm)
-vllm.model_executor.layers.utils <- cpu
-    calls: dispatch_cpu_unquantized_gemm(layer, remove_weight)
-vllm.model_executor.layers.linear:UnquantizedLinearMethod <- cpu
-    calls: process_weights_after_loading(layer)
 """
-CONTRACT = tuple(entries(TABLE))
+"""what tests/bench and tests/studies take from vLLM"""
+CONTRACT = tuple(entries("".join((VERLS, NEEDED, OPTIONAL, MEASURED))))

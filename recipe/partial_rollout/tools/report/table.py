@@ -106,7 +106,8 @@ def _mode(settings: RunSettings) -> str:
 
 def _engines(settings: RunSettings) -> str:
     shared = "separate" if settings.separate else "in turn"
-    return f"{settings.trainer or units.UNKNOWN}, vLLM {settings.vllm}, {shared}"
+    vllm = f"vLLM {settings.vllm}{' (not tested)' if settings.untested else ''}"
+    return f"{settings.trainer or units.UNKNOWN}, {vllm}, {shared}"
 
 
 def _steps(side: Side) -> str:

