@@ -81,7 +81,7 @@ def test_trainer_and_check_refuse_where_ray_workers_would_import_theirs(foreign,
     said = f"a Ray worker would import recipe.partial_rollout from {foreign}"
     with pytest.raises(ConfigError, match=f"^{said}"):
         main_ppo.run(OmegaConf.create())
-    assert said in machine.stack().said
+    assert said in machine.stack().text
 
 
 @pytest.fixture

@@ -12,6 +12,11 @@ tokens every request has, and the version that made the last of them. ``version_
     a request of 12 tokens, held after 5 under version 3, and after 9 under version 4, ends under version 5:
     [(5, 3), (9, 4)]  ->  tokens 0-4 by version 3, 5-8 by version 4, 9-11 by version 5
 
+They may go with vLLM 0.31: 0.32 has such spans itself (``AsyncLLM.update_weight_version``, a string;
+``CompletionOutput.weight_versions``). Its core writes the version into each message of tokens, and no token is in flight
+after a pause with ``keep``, so they hold for tokens in pieces too. Neither the marks nor the wait for the output processor
+would be needed then.
+
 With ``resume_kv=recompute`` a hold also empties the KV cache. vLLM preempts the running requests for that: they queue
 again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they go on over the old blocks.
 
