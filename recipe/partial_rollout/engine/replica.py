@@ -178,7 +178,7 @@ def _thin(output: RequestOutput) -> None:
 def _queued_s(output: RequestOutput, began: float) -> float:
     """Return the seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token: to its end."""
     stats = output.metrics
-    if getattr(stats, "scheduled_ts", None):
+    if stats is not None and getattr(stats, "scheduled_ts", None):
         return max(0.0, stats.scheduled_ts - stats.queued_ts)
     return 0.0 if any(answer.token_ids for answer in output.outputs) else time.monotonic() - began
 
@@ -325,7 +325,7 @@ class RecipeVLLMServer(vLLMHttpServer):
 
 def chosen_by(vllm_config: VllmConfig) -> str:
     """Name the model runner and the scheduler of an engine."""
-    runner = {True: "V2", False: "V1"}.get(getattr(vllm_config, "use_v2_model_runner", None), "unknown")
+    runner = {True: "V2", False: "V1", None: "unknown"}[getattr(vllm_config, "use_v2_model_runner", None)]
     scheduler = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     return f"model runner {runner}, {scheduler} scheduling"
 
