@@ -5,6 +5,7 @@ declares: verl's resource pools then work as they are. It may go when verl has a
 """
 
 import contextlib
+import copy
 import importlib.metadata
 import os
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from verl_ext.guard import around
+from verl_ext.guard import around, replaced
 
 NAME = "cpu"
 
@@ -193,3 +194,23 @@ def keep_weights(module: Any) -> None:
     @around(module, "dispatch_cpu_unquantized_gemm")
     def dispatch_cpu_unquantized_gemm(vllms: Any, layer: Any, remove_weight: bool) -> None:
         vllms(layer, remove_weight=False)
+
+
+def keep_expert_weights(module: Any) -> None:
+    """vLLM's CPU layers of experts keep the weights that they pack, as ``keep_weights`` has it for linear layers.
+
+    After loading, ``UnquantizedFusedMoEMethod`` puts packed weights in the place of a layer's own. They are padded, and
+    have no loader. Here it packs a copy of the layer, which computes; the layer's own weights wait for the next sync.
+    """
+
+    @around(module.UnquantizedFusedMoEMethod, "process_weights_after_loading")
+    def process_weights_after_loading(vllms: Any, self: Any, layer: Any) -> None:
+        packed = copy.copy(layer)
+        # A module's copy shares its table of parameters.
+        packed._parameters = dict(layer._parameters)
+        amx = torch.cpu._is_amx_tile_supported() and layer.w13_weight.dtype == torch.bfloat16
+        # Where a CPU has AMX, vLLM takes that for experts or nothing, and AMX has no float32.
+        with replaced(torch.cpu, "_is_amx_tile_supported", lambda: amx):
+            vllms(self, packed)
+        experts = self.cpu_fused_moe
+        self.cpu_fused_moe = lambda _layer, *inputs: experts(packed, *inputs)

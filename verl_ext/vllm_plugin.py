@@ -1,5 +1,7 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
+A weight sync that fails says why (``tell_causes``).
+
 Its patches of the scheduler: it counts the requests that it preempts for want of KV blocks. With 0.24.0 it also reports
 requests to its workers that an emptied cache preempts. vLLM counts with its statistics only. They cost every step, verl
 switches them off (``rollout.disable_log_stats=True``), and a stat-logger plugin would switch them on in every engine. They
@@ -10,6 +12,7 @@ The count may go when vLLM's tells the two apart; the report, with 0.24.0.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from verl_ext.guard import (
@@ -23,6 +26,7 @@ from verl_ext.guard import (
 )
 
 _SCHEDULER, _CORE = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 _UTILITY = "partial_rollout_preemptions"
 
 logger = logging.getLogger(__name__)
@@ -69,6 +73,29 @@ def tell_preempted(module: Any) -> None:
         return output
 
 
+def tell_causes(module: Any) -> None:
+    """A weight sync that fails in a worker names all its errors, the first one first.
+
+    vLLM passes the words of the last error on, without its type. On a CPU that error is verl's receiver's: as it gives up
+    for another error, it closes memory that is still in use ("cannot close exported pointers exist"). It may go when the
+    receiver closes nothing that is in use.
+    """
+
+    @around(module.vLLMColocateWorkerExtension, "update_weights_from_ipc")
+    def update_weights_from_ipc(verls: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return verls(self, *args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(", then ".join(reversed([*_chain(error)]))) from error
+
+
+def _chain(error: BaseException | None) -> Iterator[str]:
+    """Yield type and words of ``error``, then of what it followed."""
+    while error is not None:
+        yield f"{type(error).__name__}: {error}"
+        error = error.__cause__ or error.__context__
+
+
 def register() -> None:
     """Patch vLLM's scheduler in the recipe's processes, and its layers on the CPU platform.
 
@@ -82,6 +109,7 @@ def register() -> None:
     if in_recipe():
         when_imported(_SCHEDULER, count_preempted)
         when_imported(_CORE, answer_in_core)
+        when_imported("verl.workers.rollout.vllm_rollout.utils", tell_causes)
         if installed_pair() == GPU_PAIR:
             when_imported(_SCHEDULER, tell_preempted)
     if cpu_requested():
@@ -91,6 +119,7 @@ def register() -> None:
         from verl_ext import cpu
 
         when_imported("vllm.model_executor.layers.utils", cpu.keep_weights)
+        when_imported(_EXPERTS, cpu.keep_expert_weights)
 
 
 async def preemptions_of(engine: Any) -> int | None:

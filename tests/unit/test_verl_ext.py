@@ -11,6 +11,7 @@ from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from verl_ext import guard, sockets, vllm_plugin
 from verl_ext.guard import UnsupportedVersionError, require, untested_pair
@@ -47,6 +48,7 @@ for enter in (int, enter_recipe):
     print(estimate(**rows, index=np.array(["a", "a"]), norm_adv_by_std_in_grpo=False)[0].tolist())
 """
 
+EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 
 NEEDED = {
     "verl.workers.engine.fsdp.transformer_impl": "offload_policy = CPUOffloadPolicy(pin_memory=True)",
@@ -58,6 +60,9 @@ NEEDED = {
     "verl.experimental.reward_loop.reward_manager.naive": "self.loop.run_in_executor(",
     "verl.workers.rollout.vllm_rollout.vllm_rollout": "-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock",
     "vllm.model_executor.layers.linear": "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
+    EXPERTS: "self.cpu_fused_moe = cpu_fused_moe.CPUFusedMOE(layer)",
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe": 'replace_parameter(layer, "w13_weight", new_w13)',
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer": "finally:\n            self._cleanup()",
 }
 
 
@@ -145,6 +150,84 @@ def test_each_tracker_is_finished_once_with_the_trainings_exit_code(monkeypatch,
     assert codes == [code] and "a tracker was not finished: ZeroDivisionError" in capsys.readouterr().err
     del kept
     assert codes == [code], "its destructor has nothing to do"
+
+
+def failing_sync(error, tensor_in_use):
+    """Message of a weight sync whose weights are loaded by a function that raises ``error``."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+    class Memory:
+        def close(self):
+            if tensor_in_use:
+                raise BufferError("cannot close exported pointers exist")
+
+    class Receiver(BucketedWeightReceiver):
+        def __init__(self):
+            self.socket, self.buffer, self.shm, self._ack_pending = None, None, Memory(), False
+
+        def _init_socket(self):
+            raise error
+
+    class Extension:
+        def update_weights_from_ipc(self, use_shm):
+            return Receiver().receive_weights(None)
+
+    vllm_plugin.tell_causes(SimpleNamespace(vLLMColocateWorkerExtension=Extension))
+    with pytest.raises(RuntimeError) as told:
+        Extension().update_weights_from_ipc(use_shm=True)
+    return str(told.value)
+
+
+def test_failed_weight_sync_names_its_first_cause():
+    missing = AttributeError("'Parameter' object has no attribute 'weight_loader'")
+    closing = ", then BufferError: cannot close exported pointers exist"
+    assert failing_sync(missing, tensor_in_use=True) == f"AttributeError: {missing}{closing}"
+    assert failing_sync(KeyError("model.norm"), tensor_in_use=False) == "KeyError: 'model.norm'"
+
+
+class Experts(torch.nn.Module):
+    """A layer of vLLM's as far as its experts are computed on a CPU."""
+
+    top_k, renormalize, scoring_func, routed_scaling_factor = 2, True, "softmax", 1.0
+    use_grouped_topk = apply_router_weight_on_input = False
+    topk_group = num_expert_group = expert_map = custom_routing_function = e_score_correction_bias = None
+
+    def __init__(self, count, hidden, inner):
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+        super().__init__()
+        self.activation, self.global_num_experts, self.inner = MoEActivation.SILU, count, inner
+        self.w13_weight = torch.nn.Parameter(torch.zeros(count, 2 * inner, hidden), requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(torch.zeros(count, hidden, inner), requires_grad=False)
+
+    def expected(self, x, router):
+        weights, chosen = router.softmax(-1).topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        output = torch.zeros_like(x)
+        for at, row in enumerate(x):
+            for weight, expert in zip(weights[at], chosen[at], strict=True):
+                gate, up = (self.w13_weight[expert] @ row).split(self.inner)
+                output[at] += weight * (self.w2_weight[expert] @ (torch.nn.functional.silu(gate) * up))
+        return output
+
+
+@pytest.mark.parametrize("inner", [64, 40], ids=["whole tiles", "padded"])
+def test_experts_take_the_weights_of_every_sync(inner):
+    module = importlib.import_module(EXPERTS)
+    method = object.__new__(module.UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.unquantized_backend, method.moe_kernel = module.UnquantizedMoeBackend.CPU, None
+    layer, draw = Experts(4, 64, inner), torch.Generator().manual_seed(0)
+    layer.w13_weight.weight_loader = loader = object()
+    for _ in range(3):
+        for weight in layer.parameters():
+            weight.normal_(std=0.1, generator=draw)
+        method.process_weights_after_loading(layer)
+        assert layer.w13_weight.weight_loader is loader and layer.w13_weight.shape == (4, 2 * inner, 64)
+        x, router = torch.randn(7, 64, generator=draw), torch.randn(7, 4, generator=draw)
+        torch.testing.assert_close(
+            method.apply_monolithic(layer, x, router), layer.expected(x, router), atol=1e-5, rtol=0
+        )
 
 
 def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):

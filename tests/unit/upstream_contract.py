@@ -247,5 +247,9 @@ vllm.model_executor.layers.utils <- cpu
     calls: dispatch_cpu_unquantized_gemm(layer, remove_weight)
 vllm.model_executor.layers.linear:UnquantizedLinearMethod <- cpu
     calls: process_weights_after_loading(layer)
+vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod <- cpu
+    calls: process_weights_after_loading(layer)
+verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension <- vllm_plugin
+    has: update_weights_from_ipc
 """
 CONTRACT = tuple(entries(TABLE))
