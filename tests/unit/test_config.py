@@ -120,6 +120,7 @@ MISTAKES = {
     "skip.rollout.enable=True": "False with partial_rollout.enable=True: batches do not come from",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null with",
+    f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null with partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: it is sealed once the save returns",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
     f"{CORRECTION}.bypass_mode=True": "False with partial_rollout.enable=True: verl changes the driver's loss once",

@@ -22,11 +22,13 @@ from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrai
         ("algorithm.use_kl_in_reward=True", True),
         ("algorithm.adv_estimator=tir_optimal_token_baseline", True),
         ("actor_rollout_ref.model.lora.dropout=0.1", True),
+        ("engine=megatron actor_rollout_ref.actor.megatron.router_replay.mode=disabled", False),
+        ("engine=megatron actor_rollout_ref.actor.megatron.router_replay.mode=R2", True),
         ("partial_rollout.enable=False", None),
     ],
 )
 def test_pass_runs_in_every_tenth_step_unless_something_needs_it(composed_config, override, needed):
-    config = composed_config("quickstart_cpu", override)
+    config = composed_config("quickstart_cpu", *override.split())
     assert needs_pass(config) is bool(needed)
     proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))
     runs = [step for step in range(1, 22) if proximal.recomputes(step)]

@@ -53,7 +53,7 @@ from recipe.partial_rollout.preflight.rule import (
     where,
 )
 from recipe.partial_rollout.terminal import say
-from recipe.partial_rollout.training.loss import WeightGranularity, weight_granularity
+from recipe.partial_rollout.training.loss import ROUTER_REPLAY, WeightGranularity, weight_granularity
 from recipe.partial_rollout.worker.llm_client import WHOLE
 from verl_ext.guard import TESTED, installed_pair
 
@@ -62,6 +62,7 @@ _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plas
 """bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _SCORES_LATE = "a colocated reward model scores once the engines sleep"
+_NEWER_ROUTES = "an engine that resumes a sample reports routes of newer weights than sampled its first tokens"
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
@@ -344,7 +345,8 @@ _PARTIAL_ROLLOUT = (
         only("rollout.name", "vllm", "other engines are not interrupted by it"),
         only("rollout.calculate_log_probs", True, "samples span versions: the engine's own log-probs are needed"),
         only("rollout.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
-        only("rollout.enable_rollout_routing_replay", False, "an interrupted sample loses the routes of its tokens"),
+        only("rollout.enable_rollout_routing_replay", False, _NEWER_ROUTES),
+        one_of(ROUTER_REPLAY, ("disabled", "R2", None), _NEWER_ROUTES),
         only("rollout.disaggregation.enabled", False, "a resumed sample is prefilled on the replica that decodes it"),
         only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
         *where(

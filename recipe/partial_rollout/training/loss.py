@@ -54,6 +54,8 @@ from verl_ext.behaviour_weights import weights_alone
 
 VERSION = "partial_rollout_version"
 """non-tensor datum of a batch: the policy version of the weights before its update"""
+ROUTER_REPLAY = "actor.megatron.router_replay.mode"
+"""verl's key of ``actor_rollout_ref``, without that: whose routes the experts of an update take"""
 REPORTED_AS = "actor/logged/"
 """before the names under which the loss's metrics are logged; verl would otherwise put its own ``actor/`` there"""
 
@@ -294,7 +296,7 @@ def needs_pass(config: DictConfig) -> bool:
 
     Later updates of a batch start from other weights. Rejection, the KL penalty on rewards and some estimators read the
     log-probs; normalised weights are those of the whole batch, of which the loss sees one micro-batch; LoRA's dropout
-    would be in the update's.
+    would be in the update's. Router replay R2 records its routes in the pass.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -306,6 +308,7 @@ def needs_pass(config: DictConfig) -> bool:
         or algorithm.use_kl_in_reward
         or algorithm.adv_estimator in _READS_OLD_LOG_PROBS
         or OmegaConf.select(config, "actor_rollout_ref.model.lora.dropout")
+        or OmegaConf.select(config, f"actor_rollout_ref.{ROUTER_REPLAY}") == "R2"
     )
 
 
