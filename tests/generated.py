@@ -64,8 +64,8 @@ def with_tables(text):
 
 
 def quantise(weight):
-    """int8 levels ``[rows, columns]`` and float32 scales ``[rows, 1]``; their product is off by half a scale at most."""
-    scale = np.abs(weight).max(axis=1, keepdims=True) / np.float32(_LEVELS)
+    """int8 levels ``[rows, ...]`` and float32 scales ``[rows, 1, ...]``; their product is off by half a scale at most."""
+    scale = np.abs(weight).max(axis=tuple(range(1, weight.ndim)), keepdims=True) / np.float32(_LEVELS)
     # Of a row of zeros, or of subnormal numbers, whose scale would be off by itself.
     scale[scale < np.finfo(np.float32).tiny] = 1
     return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
@@ -83,7 +83,7 @@ def pack(task, file):
     )
     stored = {}
     for name, weight in weights.items():
-        if weight.ndim == 2:
+        if weight.ndim > 1:
             stored[name], stored[name + ready_start.SCALE] = quantise(weight)
         else:
             stored[name] = weight

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 
 from recipe.partial_rollout.tasks import ready_start
 from recipe.partial_rollout.tasks.clock10.expression import Problem
-from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import CHARACTERS, build_tokenizer
 from tests import generated
 
@@ -59,10 +58,13 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     packs = f"python -m tests.generated warm_start {task} FOLDER"
     wanted = ready_start.manifest_of(task, ready_start.Parameters())
     assert manifest == wanted, f"packed of other sources: {command} --train --out FOLDER, then {packs}"
-    state = build_model(0).state_dict()
+    state = ready_start._module(task, "model").build_model(0).state_dict()
     wanted = {name: tuple(weight.shape) for name, weight in state.items() if "lm_head" not in name}
     assert {name: weight.shape for name, weight in weights.items()} == wanted
-    assert ready_start.packed_file(task).stat().st_size < 700_000 and 0 < error < 0.005
+    assert (
+        ready_start.packed_file(task).stat().st_size < (1_100_000 if task == "pictures" else 700_000)
+        and 0 < error < 0.005
+    )
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))

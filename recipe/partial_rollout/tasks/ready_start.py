@@ -3,11 +3,11 @@
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack the warm start
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew, 4 minutes
 
-The task is `clock10`; `--task calculator` is the other one. The folder is complete or absent: everything is written beside
-it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's sources; a call that would write
-the same manifest does nothing. Weights are unpacked only if they were packed with that manifest; after a change of the
-task's sources, or with another parameter, the command trains. `ready_start.json` in the folder says that its weights were
-unpacked.
+The task is `clock10`; `--task calculator` and `--task pictures` are the others. The folder is complete or absent:
+everything is written beside it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's
+sources; a call that would write the same manifest does nothing. Weights are unpacked only if they were packed with that
+manifest; after a change of the task's sources, or with another parameter, the command trains. `ready_start.json` in the
+folder says that its weights were unpacked.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: 0.59 MB instead of 2.40 MB (`tests/generated.py` packs them). So the unpacked weights
@@ -28,13 +28,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-TASKS = ("clock10", "calculator")
-"""Packages; of each `tokenizer` and `warm_start` are used. All else of the second is the first's."""
+TASKS = ("clock10", "calculator", "pictures")
+"""Packages; a module that one of them lacks is the first's."""
 _NOT_FROZEN = "tool.py"
 """the one module of a package that its weights do not depend on"""
 MANIFEST = "manifest.json"
@@ -167,26 +168,35 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
     import torch
     from transformers.utils import logging
 
-    from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation, write_dataset
-    from recipe.partial_rollout.tasks.clock10.model import build_model
+    from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation
 
     # A bar of one shard.
     logging.disable_progress_bar()
     (folder / "data").mkdir()
     validation = draw_validation(parameters.val_rows, parameters.seed)
-    write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
-    model = build_model(parameters.seed)
-    tokenizer = import_module(f"{__package__}.{task}.tokenizer").build_tokenizer()
+    _module(task, "dataset").write_dataset(folder / "data", parameters.train_rows, validation, parameters.seed)
+    architecture = _module(task, "model")
+    model = architecture.build_model(parameters.seed)
+    tokenizer = _module(task, "tokenizer").build_tokenizer()
     if weights is None:
         demonstrated = draw_training(random.Random(f"demonstrated-{parameters.seed}"), frozenset(validation))
-        warm_start = import_module(f"{__package__}.{task}.warm_start").warm_start
+        warm_start = _module(task, "warm_start").warm_start
         warm_start(model, tokenizer, demonstrated, steps=parameters.steps, seed=parameters.seed)
     else:
         tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
         # The head is the embedding, and the file has it once.
-        model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+        (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+        model.load_state_dict({**tensors, "lm_head.weight": embedding})
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    if hasattr(architecture, "save_processor"):
+        architecture.save_processor(folder / "model")
+
+
+def _module(task: str, name: str) -> Any:
+    """The module `name` of `task`."""
+    own = f"{__package__}.{task}.{name}"
+    return import_module(own if find_spec(own) else f"{__package__}.{TASKS[0]}.{name}")
 
 
 def main(arguments: list[str] | None = None) -> int:
