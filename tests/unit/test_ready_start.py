@@ -61,10 +61,9 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     state = ready_start._module(task, "model").build_model(0).state_dict()
     wanted = {name: tuple(weight.shape) for name, weight in state.items() if "lm_head" not in name}
     assert {name: weight.shape for name, weight in weights.items()} == wanted
-    assert (
-        ready_start.packed_file(task).stat().st_size < (1_100_000 if task == "pictures" else 700_000)
-        and 0 < error < 0.005
-    )
+    # A model that sees has a tower, and rows of placeholders, which are large.
+    size, most = (1_000_000, 0.01) if task == "pictures" else (700_000, 0.005)
+    assert ready_start.packed_file(task).stat().st_size < size and 0 < error < most
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=1, max_size=4))

@@ -39,7 +39,7 @@ _DOT = 8
 
 
 def draw(target: int, rng: random.Random) -> Image.Image:
-    """Return a picture of `target`; what it shows, where and in which ink is drawn from `rng`."""
+    """Return a picture of `target`; what it shows, in which cells and in which ink is drawn from `rng`."""
     picture = Image.new("RGB", (SIDE, SIDE), (20, 20, 20))
     rng.choice((_digit, _squares, _colour))(ImageDraw.Draw(picture), target, rng)
     return picture
@@ -58,10 +58,10 @@ def opened(data: bytes) -> Image.Image:
 
 
 def _digit(canvas: ImageDraw.ImageDraw, target: int, rng: random.Random) -> None:
-    left, top, ink = rng.randint(8, 32), rng.randint(8, 16), rng.choice(INKS)
+    ink = rng.choice(INKS)
     for place, dot in enumerate(GLYPHS[target]):
         if dot == "1":
-            _fill(canvas, left + place % 3 * _DOT, top + place // 3 * _DOT, _DOT, ink)
+            _fill(canvas, 20 + place % 3 * _DOT, 12 + place // 3 * _DOT, _DOT, ink)
 
 
 def _squares(canvas: ImageDraw.ImageDraw, target: int, rng: random.Random) -> None:
