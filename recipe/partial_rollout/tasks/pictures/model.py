@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ PIXELS = {"shortest_edge": (CELL * MERGE) ** 2, "longest_edge": (8 * CELL * MERG
 def build_config() -> Qwen3VLConfig:
     """Return the model's architecture."""
     language = clock10.build_config()
+    rope: Any = language.rope_parameters
     text = {key: getattr(language, key) for key in _LIKE_CLOCK10.split()}
-    text["rope_parameters"] = {**language.rope_parameters, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text["rope_parameters"] = {**rope, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision = {
         "depth": 2,
         "hidden_size": 64,
@@ -41,7 +43,7 @@ def build_config() -> Qwen3VLConfig:
         "deepstack_visual_indexes": [0],
     }
     places = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
-    ids = {f"{name}_token_id": VOCABULARY.index(token) for name, token in places.items()}
+    ids: Any = {f"{name}_token_id": VOCABULARY.index(token) for name, token in places.items()}
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32", **ids)
 
 

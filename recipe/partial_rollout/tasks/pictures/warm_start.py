@@ -66,14 +66,15 @@ def take_language(model: Qwen3VLForConditionalGeneration) -> None:
 
 def image_processor() -> Qwen2VLImageProcessorPil:
     """Return the model's, as `save_processor` has it."""
-    scale = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    return Qwen2VLImageProcessorPil(patch_size=CELL, temporal_patch_size=2, merge_size=MERGE, size=PIXELS, **scale)
+    settings: Any = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": PIXELS}
+    return Qwen2VLImageProcessorPil(patch_size=CELL, temporal_patch_size=2, merge_size=MERGE, **settings)
 
 
 def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: random.Random) -> None:
     """Train the vision tower: its tokens are the digit's embedding, and what it adds to deeper layers is nothing."""
-    tower, processor = model.model.visual, image_processor()
-    digits = model.get_input_embeddings().weight.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]]
+    tower: Any = model.model.visual
+    embedding: Any = model.get_input_embeddings().weight
+    digits, processor = embedding.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]], image_processor()
     matrices = [weight for name, weight in tower.named_parameters() if weight.ndim == 2 and "pos_embed" not in name]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in tower.parameters() if id(weight) not in inside]
@@ -106,7 +107,7 @@ def _press_placeholders(model: Qwen3VLForConditionalGeneration, batches: Iterato
         found = [(model.model(**inputs)[0][:, :-1], labels[:, 1:] != IGNORED) for inputs, labels in islice(batches, 4)]
         hidden = torch.cat([states[own] for states, own in found])
         bound = model.lm_head(hidden).amax(-1, keepdim=True) - MARGIN
-    head = model.get_input_embeddings().weight
+    head: Any = model.get_input_embeddings().weight
     rows = (-hidden.mean(0)).repeat(len(PLACEHOLDERS), 1).requires_grad_()
     optimizer = torch.optim.Adam([rows], lr=0.05)
     for _ in range(rounds):
