@@ -73,10 +73,6 @@ if [[ $task == smollm ]]; then
     --config '{"letter_counting": {"min_words": 3, "max_words": 5}}' --rows 240 --held-out 96 \
     --out "$out/task"
 else
-  # what processors of images import; PyPI's torchvision loads beside a CPU build of torch with verl_ext's help
-  if [[ $task == pictures ]]; then
-    python -m pip install -q --no-deps torchvision==0.28.0 qwen-vl-utils==0.0.14 av==18.1.0 blake3==1.0.11
-  fi
   python -m recipe.partial_rollout.tasks.ready_start --task "$task" --out "$out/task" "${train_task[@]}"
 fi
 say "noPR: every round waits for its slowest sample"
