@@ -137,6 +137,9 @@ install_cpu() {
   # torch first and with its dependencies, then the pinned rest without: see the note on the extra `cpu` in pyproject.toml.
   run_logged "installing torch" "${install[@]}" "${cpu_torch[@]}" "$torch" setuptools==77.0.3
   run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$requirements"
+  # The operators of torchvision's default build, which is CUDA's, do not load beside a CPU build of torch. Image processors use
+  # none, yet the import ends where they are registered.
+  : >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
   run_logged "installing MkDocs" "${install[@]}" --no-deps -r "$root/requirements-docs.txt"
   run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
   # One task's package (10 MB), which compiles pycosat: a machine without a C compiler or Python's headers goes on without.

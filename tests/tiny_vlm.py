@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 import transformers
-import verl  # noqa: F401 - with its plugin torchvision imports on a CPU
 from PIL import Image
 from transformers import GenerationConfig, Qwen2VLImageProcessor
 

