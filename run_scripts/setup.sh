@@ -139,7 +139,10 @@ install_cpu() {
   run_logged "installing verl, vLLM, Ray and the rest of requirements-cpu.txt" "${install[@]}" --no-deps -r "$requirements"
   # The operators of torchvision's default build, which is CUDA's, do not load beside a CPU build of torch. Image processors use
   # none, yet the import ends where they are registered.
-  : >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
+  local registrations
+  for registrations in "$venv"/lib/python3.*/site-packages/torchvision/_meta_registrations.py; do
+    [[ ! -e $registrations ]] || : >"$registrations"
+  done
   run_logged "installing MkDocs" "${install[@]}" --no-deps -r "$root/requirements-docs.txt"
   run_logged "installing this repository" "${install[@]}" --no-deps --no-build-isolation -e "$root"
   # One task's package (10 MB), which compiles pycosat: a machine without a C compiler or Python's headers goes on without.

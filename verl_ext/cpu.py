@@ -7,6 +7,7 @@ declares: verl's resource pools then work as they are. It may go when verl has a
 import contextlib
 import copy
 import importlib.metadata
+import importlib.util
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from verl_ext.guard import around, replaced
+from verl_ext.guard import around
 
 NAME = "cpu"
 
@@ -199,18 +200,26 @@ def keep_weights(module: Any) -> None:
 def keep_expert_weights(module: Any) -> None:
     """vLLM's CPU layers of experts keep the weights that they pack, as ``keep_weights`` has it for linear layers.
 
-    After loading, ``UnquantizedFusedMoEMethod`` puts packed weights in the place of a layer's own. They are padded, and
-    have no loader. Here it packs a copy of the layer, which computes; the layer's own weights wait for the next sync.
+    ``UnquantizedFusedMoEMethod`` packs a layer's weights in their place after the first load, and takes those of a later
+    sync as they come, unpacked. Here it packs a copy of the layer after each sync, and computes with the copy; the layer's
+    own weights wait for the next sync. vLLM 0.24 packs in a module of its own and is left as it is.
     """
+    if importlib.util.find_spec(f"{module.__package__}.cpu_fused_moe") is not None:
+        return
+    method = module.UnquantizedFusedMoEMethod
 
-    @around(module.UnquantizedFusedMoEMethod, "process_weights_after_loading")
+    @around(method, "process_weights_after_loading")
     def process_weights_after_loading(vllms: Any, self: Any, layer: Any) -> None:
         packed = copy.copy(layer)
-        # A module's copy shares its table of parameters.
-        packed._parameters = dict(layer._parameters)
-        amx = torch.cpu._is_amx_tile_supported() and layer.w13_weight.dtype == torch.bfloat16
-        # Where a CPU has AMX, vLLM takes that for experts or nothing, and AMX has no float32.
-        with replaced(torch.cpu, "_is_amx_tile_supported", lambda: amx):
-            vllms(self, packed)
-        experts = self.cpu_fused_moe
-        self.cpu_fused_moe = lambda _layer, *inputs: experts(packed, *inputs)
+        packed._parameters = {
+            name: each if each is None else torch.nn.Parameter(each.detach().clone(), requires_grad=False)
+            for name, each in layer._parameters.items()
+        }
+        # vLLM packs only while there is no kernel.
+        self.moe_kernel = None
+        vllms(self, packed)
+        self.packed_layer = packed
+
+    @around(method, "apply")
+    def apply(vllms: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return vllms(self, self.packed_layer, *args, **kwargs)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from verl.model_merger.__main__ import main as merger
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_job.md").read_text()
-SECTION = PAGE[PAGE.index("### Take the weights away") : PAGE.index("## The keys")]
+SECTION = PAGE[PAGE.index("### Take the weights away") : PAGE.index("## Images")]
 IDS = torch.arange(1, 20)[None]
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}

@@ -38,7 +38,7 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, Sa
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from tests.tiny_vlm import VISION, build, file_of, picture, row
 from tests.unit.loop_life import function
-from tests.unit.shared import live_sample, settings_of
+from tests.unit.shared import Claims, live_sample, settings_of
 from tests.unit.test_turn_alignment import Call, config_of
 
 
@@ -270,7 +270,9 @@ async def test_image_of_a_tool_is_trained_beside_those_of_the_row(vlm, engine, o
     row, sample = opened(picture("r")), live_sample()
     config = config_of(80, "zoom")
     config.actor_rollout_ref.rollout.prompt_length = 48
-    client = SampleClient(PartialRolloutLLMClient(config), sample, sample.clock)
+    workers = PartialRolloutLLMClient(config)
+    workers.claims = Claims()
+    client = SampleClient(workers, sample, sample.clock)
     pictures = vlm.pictures
     loop = ToolAgentLoop(
         DictConfigWrap(config), client, pictures.tokenizer, pictures.processor, pictures._loop.dataset_cls,

