@@ -16,7 +16,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError, allowed, leaves
 from recipe.partial_rollout.preflight import check_settings
-from recipe.partial_rollout.preflight.rules import DUAL_CLIPS, NOT_UNDER_V1
+from recipe.partial_rollout.preflight.learning_rules import DUAL_CLIPS, NOT_UNDER_V1
 from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
 from tests.unit.shared import check_config, settings_of

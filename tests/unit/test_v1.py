@@ -18,7 +18,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import SampleOutput, Segment, TakenGroup
-from recipe.partial_rollout.preflight.rules import NOT_UNDER_V1
+from recipe.partial_rollout.preflight.learning_rules import NOT_UNDER_V1
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.trainer_run import SlotLoader

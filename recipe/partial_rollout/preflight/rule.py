@@ -20,6 +20,8 @@ from recipe.partial_rollout.config.settings import trainer_devices
 
 BATCH, GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
+NO_PR, V1, REWARD_MODEL = "partial_rollout.enable=False", "trainer.use_v1=True", "reward.reward_model.enable=True"
+SCORES_LATE = "a colocated reward model scores once the engines sleep"
 Condition = str | Callable[[DictConfig], Any]
 """a key's value as text, such as ``rollout.n=1``, which the message says; or a predicate"""
 

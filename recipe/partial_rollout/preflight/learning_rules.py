@@ -1,0 +1,248 @@
+"""Relations between verl's keys on training and learning, of either arm: a rule a row (``preflight/rule.py``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ray._common.utils import get_default_ray_temp_dir
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+from recipe.partial_rollout.checkpoint.run_checkpoints import writable
+from recipe.partial_rollout.config.settings import (
+    OVERLONG,
+    Correction,
+)
+from recipe.partial_rollout.preflight.rule import (
+    BATCH,
+    LOSS,
+    NO_PR,
+    REWARD_MODEL,
+    SCORES_LATE,
+    V1,
+    Rule,
+    at,
+    budget,
+    compares_siblings,
+    copies,
+    divided,
+    divisible,
+    longest,
+    one_of,
+    only,
+    where,
+)
+
+_FILTER = "algorithm.filter_groups"
+_FILTERED = f"{_FILTER}.enable=True"
+_TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
+DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
+"""losses of verl that read ``clip_ratio_c``"""
+NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
+"""estimators that read a greedy baseline, columns of the reward, or sums over the vocabulary"""
+
+TRAINING = (
+    one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
+    # how a batch is divided
+    divisible(BATCH, "rollout.n", lambda c: copies(c, "actor"), "device(s)"),
+    Rule(
+        "data.gen_batch_size",
+        lambda v, c: v in (None, at(c, BATCH)),
+        lambda c: f"as {BATCH}={at(c, BATCH)}, or null",
+    ),
+    *divided("actor"),
+    Rule(
+        "rollout.log_prob_use_dynamic_bsz",
+        lambda v, c: v == c.actor_rollout_ref.actor.use_dynamic_bsz,
+        lambda c: f"as actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
+        "verl's worker asserts it",
+    ),
+    # micro-batches that are made by tokens: of the update, the log-probs, the reference
+    *where("actor.use_dynamic_bsz=True", budget("actor.ppo_max_token_len_per_gpu", "actor")),
+    *where("rollout.log_prob_use_dynamic_bsz=True", budget("rollout.log_prob_max_token_len_per_gpu", "actor")),
+    *where(
+        ("ref.log_prob_use_dynamic_bsz=True", need_reference_policy),
+        budget("ref.log_prob_max_token_len_per_gpu", "ref"),
+    ),
+    *where(need_critic, *divided("critic"), budget("critic.ppo_max_token_len_per_gpu", "critic")),
+    Rule(
+        "rollout.response_length",
+        lambda _, c: (most := at(c, "rollout.max_model_len")) is None or longest(c) <= most,
+        lambda c: (
+            f"with prompt_length={at(c, 'rollout.prompt_length')} it must fit "
+            f"rollout.max_model_len={at(c, 'rollout.max_model_len')}"
+        ),
+    ),
+    Rule(
+        "rollout.prompt_length",
+        lambda v, c: v >= c.data.max_prompt_length,
+        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts fail their samples",
+    ),
+    # of data/a[1]/x.parquet verl would read data/a1/x.parquet
+    *(
+        Rule(
+            f"data.{split}_files",
+            lambda v, _: not {*"*?[]"} & {*"".join([v] if isinstance(v, str) else v)},
+            "paths without * ? [ ], which the reader of data files takes for a pattern",
+        )
+        for split in ("train", "val")
+    ),
+    *(
+        only(f"{who}.use_shm", False, "verl takes a copy of the same size that it finds in /dev/shm for the file")
+        for who in ("data", "model", "critic.model")
+    ),
+    Rule(
+        "model.custom_chat_template",
+        lambda v, _: v is None or "{" in v,
+        "null, or the template itself, which is text in Jinja and no path",
+    ),
+    Rule(
+        "trainer.nnodes",
+        lambda v, c: v == 1 or os.environ.get("RAY_ADDRESS") or at(c, "ray_kwargs.ray_init.address"),
+        "1 (NNODES=1), or a Ray cluster: `ray start --head` on one node, `ray start --address=HEAD:6379` on the others, "
+        "then RAY_ADDRESS=auto",
+    ),
+    *where(
+        lambda c: (at(c, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS") or "local") == "local",
+        Rule(
+            "ray_kwargs.ray_init._temp_dir",
+            lambda v, _: len(os.fsencode(v or get_default_ray_temp_dir())) <= _TEMPORARY,
+            lambda _: (
+                f"at most {_TEMPORARY} bytes for Ray's sockets; null is {get_default_ray_temp_dir()}, "
+                "by RAY_TMPDIR or TMPDIR"
+            ),
+        ),
+    ),
+    Rule(
+        "data.seed",
+        lambda v, c: (
+            v is not None
+            or not c.data.shuffle
+            or all((c.data.get(f"{split}_max_samples") or -1) <= 0 for split in ("train", "val"))
+        ),
+        "an integer with data.shuffle and max_samples: verl draws other rows in each process",
+    ),
+    # what a run writes, and resumes from
+    Rule("trainer.default_local_dir", lambda v, _: writable(v), "a directory that this user can write"),
+    *where(
+        "trainer.resume_mode=resume_path",
+        Rule(
+            "trainer.resume_from_path",
+            lambda v, _: v and re.fullmatch(r"global_step_\d+", Path(str(v)).name) and Path(str(v)).is_dir(),
+            "an existing .../global_step_K",
+        ),
+    ),
+    only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
+    only("trainer.remove_previous_ckpt_in_save", False, "trainer.max_actor_ckpt_to_keep=1 takes its place"),
+    *(only(f"{who}.checkpoint.async_save", False, "it is sealed once the save returns") for who in ("actor", "critic")),
+    Rule(
+        "actor.checkpoint.save_contents",
+        lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
+        "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
+    ),
+)
+LEARNING = (
+    # dynamic sampling
+    *where(NO_PR, only(f"{_FILTER}.enable", False, "verl's v0 trainer ignores it")),
+    *where("rollout.n=1", only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
+    *where(
+        _FILTERED,
+        *where(REWARD_MODEL, only("reward.reward_model.enable_resource_pool", True, SCORES_LATE)),
+        one_of(f"{_FILTER}.max_inflight_gen_batches", (1, None), "partial_rollout.overlap says how much is in flight"),
+        Rule(
+            f"{_FILTER}.max_num_gen_batches",
+            lambda v, _: v != 1,
+            "0 for no limit, or at least 2: with 1 nothing is replaced",
+        ),
+        Rule(
+            f"{_FILTER}.metric",
+            lambda v, _: v and isinstance(v, str),
+            "reward, or a name of its extra information, such as acc",
+        ),
+        Rule(
+            f"{_FILTER}.metric",
+            lambda v, c: not (v == "seq_final_reward" and c.algorithm.use_kl_in_reward),
+            "reward with use_kl_in_reward=True: its penalty is known in training only",
+        ),
+    ),
+    # algorithm and loss
+    one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
+    *where("algorithm.adv_estimator=gae", one_of("critic.enable", (True, None), "it takes a critic's values")),
+    *where(
+        "algorithm.adv_estimator=gdpo",
+        # verl ignores weights beyond the number of keys.
+        Rule(
+            "algorithm.gdpo_reward_weights",
+            lambda v, c: v is None or len(v) == len(c.algorithm.gdpo_reward_keys),
+            lambda c: f"null, or a number for each of algorithm.gdpo_reward_keys={c.algorithm.gdpo_reward_keys}",
+        ),
+    ),
+    Rule(
+        "rollout.n",
+        lambda v, c: v >= 2 or not compares_siblings(c),
+        lambda c: (
+            f"at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}, whose baseline is a prompt's other "
+            "samples (1 is verl's default; the recipes have 8)"
+        ),
+    ),
+    one_of(LOSS, POLICY_LOSS_REGISTRY),
+    Rule(
+        LOSS,
+        NO_PR,
+        REWARD_MODEL,
+        SCORES_LATE,
+        V1,
+        lambda v, _: v != "geo_mean",
+        "any other",
+        "verl averages it in each micro-batch and adds these up: its gradient grows with their number",
+    ),
+    *where(
+        lambda c: at(c, LOSS) in DUAL_CLIPS,
+        Rule(
+            "actor.clip_ratio_c",
+            lambda v, c: (
+                v > 1
+                if v is not None
+                else c.partial_rollout.enable
+                and c.partial_rollout.correction != Correction.NONE
+                and at(c, LOSS) == "vanilla"
+            ),
+            "a number above 1, or null for no dual clip with partial_rollout.correction and loss_mode=vanilla",
+        ),
+    ),
+    *where(
+        V1,
+        Rule(
+            "algorithm.adv_estimator",
+            lambda v, _: v not in NOT_UNDER_V1,
+            "any other",
+            "verl's v1 trainers do not give it what it computes with",
+        ),
+        # v0 pads every micro-batch to rollout.response_length.
+        *(
+            Rule(
+                f"{part}.loss_scale_factor",
+                lambda v, _: v and v > 0,
+                lambda c: f"a number above 0, such as rollout.response_length={at(c, 'rollout.response_length')}",
+                "null weighs a sample by the longest response of its micro-batch",
+                (f"{part}.loss_agg_mode=seq-mean-token-sum-norm",),
+            )
+            for part in ("actor", "critic")
+        ),
+    ),
+    *where(
+        lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
+        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
+    ),
+    # rewards
+    *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
+    *where(
+        ("reward.reward_manager.name=dapo", f"{OVERLONG}.enable=True"),
+        Rule(f"{OVERLONG}.penalty_factor", lambda v, _: v >= 0, "at least 0"),
+        # Where the buffer has no length of its own, the recipe gives it a fifth of this.
+        Rule("reward.reward_kwargs.max_resp_len", lambda v, _: v >= 1, "tokens: ${data.max_response_length}"),
+    ),
+)
