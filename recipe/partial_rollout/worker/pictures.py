@@ -49,7 +49,7 @@ class Pictures:
 
     async def of_row(self, row: dict[str, Any]) -> list[Image.Image]:
         """The images of a dataset row, in the order of its messages, as an agent loop gets them from verl's dataset."""
-        messages = opened_row(row).get(MESSAGES)
+        messages: Any = opened_row(row).get(MESSAGES)
         if not has_images(messages):
             return []
         found: dict[str, Any] = await AgentLoopBase.process_multi_modal_info(self._loop, [*messages])
