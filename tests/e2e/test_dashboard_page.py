@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.metrics import FIGURES, SECTION
+from recipe.partial_rollout.records.metrics import METRICS, SECTION
 from recipe.partial_rollout.training.step_log import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERVIEW = sorted(f"{SECTION}/{figure}" for figure in FIGURES)
+OVERVIEW = sorted(f"{SECTION}/{figure}" for figure in METRICS)
 
 
 def log_run(arm, directory, first, last):

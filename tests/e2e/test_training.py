@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.partial_rollout.records.metrics import FIGURES, SECTION
+from recipe.partial_rollout.records.metrics import METRICS, SECTION
 from recipe.partial_rollout.tools.report.command import main as report
 
 # Two trainings, one after the other, in a fixture.
@@ -73,7 +73,7 @@ def arms(module_train, tool_calls):
 
 
 def test_both_arms_log_every_overview_figure_from_the_first_step_on(arms):
-    figures = {f"{SECTION}/{name}" for name in FIGURES} - {f"{SECTION}/held_out_reward"}
+    figures = {f"{SECTION}/{name}" for name in METRICS} - {f"{SECTION}/held_out_reward"}
     for arm, run in arms.items():
         for number, step in run.steps.items():
             assert step.keys() >= figures | {"actor/entropy"}, (arm, number)

@@ -153,10 +153,13 @@ class RunCheckpoints:
             except TornCheckpointError as error:
                 torn.append(str(error))
         if self.chosen is None and (torn or tracked):
-            found = ", ".join(line.partition(";")[0] for line in torn) or f"{TRACKER} names step {tracked}"
+            found = (
+                ", ".join(line.partition(";")[0] for line in torn)
+                or f"{TRACKER} names step {tracked}, which is not there"
+            )
             raise TornCheckpointError(
-                f"{self.run_dir} has no whole checkpoint: {found}; trainer.resume_mode=resume_path resumes another "
-                "run's, disable starts the training over"
+                f"{self.run_dir} has no whole checkpoint: {found}; trainer.resume_mode=resume_path with "
+                "trainer.resume_from_path resumes another run's, trainer.resume_mode=disable starts the training over"
             )
         for line in torn:
             logger.warning("%s", line)

@@ -168,7 +168,7 @@ def _sampled(log_probs: logprobs.FlatLogprobs) -> Iterator[_Sampled]:
 def _thin(output: RequestOutput) -> None:
     """Let flat log-probs be read once, and of the sampled tokens alone: vLLM makes a dictionary and an object a token.
 
-    An interruption waits while the server's one thread does so for every token of every request.
+    Otherwise an interruption would wait while the server's one thread does so for every token of every request.
     """
     for answer in output.outputs:
         if isinstance(answer.logprobs, _FLAT):

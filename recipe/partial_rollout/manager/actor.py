@@ -216,7 +216,7 @@ class ManagerActor:
         self._wake()
 
     async def progress(self, decoded: bool = False) -> RoundProgress:
-        """How far the round is; it waits for nobody, and nobody for it.
+        """How far the round is; it answers at once and wakes nobody.
 
         Args:
             decoded: whether an engine has made tokens that no worker may have reported yet.

@@ -145,7 +145,7 @@ class PromptsManager:
         sample.segments += [segment for segment in segments if len(segment)]
 
     def park(self, sample_id: str) -> None:
-        """Free its slot; the worker goes on with it."""
+        """Free its slot; its worker goes on with the sample."""
         self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:

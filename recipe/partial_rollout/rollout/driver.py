@@ -31,8 +31,8 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
         log-probs of pi_prox, if needed      training/loss.py            trainer_run.py decides
         advantages                                                       verl's
         update                               training/loss.py            behaviour weights, trust region
-    finish_step                              rollout/recorder.py         the groups are trained; run.jsonl, metrics
-    save, every save_freq steps              checkpoint/run_checkpoints.py   weights and all that is in flight
+    finish_step                              rollout/driver.py, recorder.py   the groups are trained; run.jsonl, metrics
+    save, every save_freq steps              checkpoint/run_checkpoints.py   weights and what is in flight
     load version s into the engines          training/weight_transfer.py
         restart dead replicas                rollout/replicas.py
         accept requests again
@@ -124,8 +124,7 @@ def connect(
 def on_this_node(actor_class: Any) -> Any:
     """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
 
-    Left to itself, Ray may place an actor on a node that has died without its notice, which comes some 15 s late. No CPU is
-    asked for: all of this node's may be taken, and the actor would wait for one.
+    Ray notices a node's death some 15 s late, and may place an actor there until then. No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return actor_class.options(num_cpus=0, scheduling_strategy=here)
@@ -327,7 +326,7 @@ class Driver:
         }
 
     async def save(self, path: Path) -> None:
-        """Write the manager's state to ``path``, every token decoded so far included.
+        """Write the manager's state to ``path``, with every token decoded so far but those of unfinished conversations.
 
         Raises:
             RuntimeError: the batch that the trainer has is not trained.

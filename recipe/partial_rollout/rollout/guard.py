@@ -5,7 +5,7 @@ its samples: a single-turn sample goes on from its tokens, a conversation begins
 in time, and replaces it like one that died. During a wait for the batch, which may take an hour, it watches more. The
 first of these events ends that wait::
 
-    a trainer dies | the user's stop | the manager does not answer | a worker does not answer | engines and samples stall
+    a trainer dies | the user's stop | the manager does not answer | a worker fails, or is lost once too often | a stall
 
 Meanwhile a line says how far the round is: on a terminal renewed every two seconds, elsewhere printed once a minute.
 Guarded waits do not nest.

@@ -60,7 +60,7 @@ class StepBatch:
 
 
 def report_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool = False) -> None:
-    """Name one of a batch's ``samples`` that failed for good, with ``errors``, if there are any.
+    """Say how many of a batch's ``samples`` (a number) failed for good, with one of their ``errors``.
 
     Raises:
         RolloutFailedError: they are too many.

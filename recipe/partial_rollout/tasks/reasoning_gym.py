@@ -32,7 +32,7 @@ def problems(task: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         truth = repr((task, dict(options), entry))
         if not _is_literal(truth, entry):
             raise ValueError(
-                f"--task={task}: a task whose entries are plain values; this one's cannot be kept in a row"
+                f"--task={task}: its entries hold values that a dataset row cannot keep; choose another task"
             )
         yield entry["question"], truth
 

@@ -244,7 +244,7 @@ def _align(
     """Return versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where not generated.
 
     One of ``turns`` made each. Where several made a token in its place, the log-probs that the loop has ``given`` [R]
-    decide, then the longer prompt, then the order of calls.
+    decide, then the longer prompt, then the call that began first.
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)

@@ -72,7 +72,7 @@ class SampleClock:
             ) from where
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
             # Let out of the event loop, or of what runs here, it would end more than its sample.
-            raise RuntimeError(f"the agent loop raises {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"the agent loop of {self.name} raises {type(error).__name__}: {error}") from error
         return task.result()
 
     @contextmanager

@@ -117,14 +117,20 @@ class DeviceMemory:
                 raise fail(
                     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
                     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-                    f"fewer tokens, more devices, or actor.fsdp_config.model_dtype=bf16: {text}",
+                    f"fewer tokens, more devices, or actor_rollout_ref.actor.fsdp_config.model_dtype=bf16: {text}",
                 )
             most = max(0, math.floor((gib - beside) / gib * 100) / 100)
-            why = "actor.fsdp_config.optimizer_offload=True" if taken is self.wake else "rollout.free_cache_engine=True"
+            offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+            other = f"{offload}=True" if taken is self.wake else "actor_rollout_ref.rollout.free_cache_engine=True"
+            remedy = (
+                f"at most {most:g}"
+                if OmegaConf.select(config, other.removesuffix("=True"))
+                else f"at most {most:g}, or {other}"
+            )
             raise fail(
                 "actor_rollout_ref.rollout.gpu_memory_utilization",
                 rollout.gpu_memory_utilization,
-                f"at most {most:g}, or {why}: {text}",
+                f"{remedy}: {text}",
             )
 
 
