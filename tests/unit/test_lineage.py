@@ -162,7 +162,9 @@ def test_checkpoint_that_a_run_began_from_and_that_is_gone_is_named(live, tmp_pa
     live("a", until=6, directory=other)
     live("b", until=5, mode="resume_path", path=other / "global_step_4")
     (other / "global_step_4").rename(tmp_path / "global_step_4")
-    with pytest.raises(TornCheckpointError, match=r"run has no whole checkpoint: .* names step 4; .*=resume_path"):
+    with pytest.raises(
+        TornCheckpointError, match=r"run has no whole checkpoint: .* names step 4, which is gone; .*=resume_path"
+    ):
         live("c", until=STEPS)
     live("d", until=STEPS, mode="resume_path", path=tmp_path / "global_step_4")
     assert saved_steps(tmp_path / "run") == [4, 6, 8], "the link to what is gone gives way"

@@ -154,8 +154,7 @@ class RunCheckpoints:
                 torn.append(str(error))
         if self.chosen is None and (torn or tracked):
             found = (
-                ", ".join(line.partition(";")[0] for line in torn)
-                or f"{TRACKER} names step {tracked}, which is not there"
+                ", ".join(line.partition(";")[0] for line in torn) or f"{TRACKER} names step {tracked}, which is gone"
             )
             raise TornCheckpointError(
                 f"{self.run_dir} has no whole checkpoint: {found}; trainer.resume_mode=resume_path with "

@@ -124,7 +124,8 @@ def connect(
 def on_this_node(actor_class: Any) -> Any:
     """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
 
-    Ray notices a node's death some 15 s late, and may place an actor there until then. No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
+    Ray notices a node's death some 15 s late, and may place an actor there until then.
+    No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return actor_class.options(num_cpus=0, scheduling_strategy=here)

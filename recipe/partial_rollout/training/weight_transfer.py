@@ -115,7 +115,7 @@ class RecipeCheckpointManager:
         await self._watched(_all(self._sent(version), f"{what} failed in the trainer"), what)
 
     async def load_staged(self, version: int) -> None:
-        """Have every engine load what is packed, and wait for that. The next ``stage`` awaits the trainers' removal of it."""
+        """Have every engine load what is packed, and wait. The trainers' removal of it is awaited by the next ``stage``."""
         what, replicas = f"loading of version {version}", self._verls.replicas
         # By replica, so that the error names the one that failed.
         loads = [

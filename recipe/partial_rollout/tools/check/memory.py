@@ -122,11 +122,9 @@ class DeviceMemory:
             most = max(0, math.floor((gib - beside) / gib * 100) / 100)
             offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
             other = f"{offload}=True" if taken is self.wake else "actor_rollout_ref.rollout.free_cache_engine=True"
-            remedy = (
-                f"at most {most:g}"
-                if OmegaConf.select(config, other.removesuffix("=True"))
-                else f"at most {most:g}, or {other}"
-            )
+            remedy = f"at most {most:g}"
+            if not OmegaConf.select(config, other.removesuffix("=True")):
+                remedy += f", or {other}"
             raise fail(
                 "actor_rollout_ref.rollout.gpu_memory_utilization",
                 rollout.gpu_memory_utilization,
