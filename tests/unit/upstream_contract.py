@@ -103,7 +103,7 @@ verl.checkpoint_engine:CheckpointEngineWorker <- weight_transfer replica
     has: server_adapter update_weights
 verl.checkpoint_engine.base:CheckpointEngineWithCache <- shm_weights weight_transfer
     has: prepare build_topology init_process_group finalize send_weights receive_weights get_weights
-verl.workers.config:RolloutConfig <- main_ppo rules inputs settings observed llm_client agent_loop_worker
+verl.workers.config:RolloutConfig <- main_ppo rules learning_rules inputs settings observed llm_client agent_loop_worker
         replica trainer_run
     has: name n nnodes n_gpus_per_node custom agent scheduling_policy free_cache_engine enable_prefix_caching
         calculate_log_probs checkpoint_engine prompt_length response_length max_model_len max_num_seqs temperature

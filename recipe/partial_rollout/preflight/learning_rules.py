@@ -191,10 +191,6 @@ LEARNING = (
     one_of(LOSS, POLICY_LOSS_REGISTRY),
     Rule(
         LOSS,
-        NO_PR,
-        REWARD_MODEL,
-        SCORES_LATE,
-        V1,
         lambda v, _: v != "geo_mean",
         "any other",
         "verl averages it in each micro-batch and adds these up: its gradient grows with their number",
