@@ -20,7 +20,7 @@ from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
 from tests.chaos.survival import survival
 from tests.chaos.victim import Victim
 
-_STARTED = "Training Progress"
+_STARTED = "slots per replica"
 _HERE = Path(__file__).parent
 _INTERRUPT_S = 8.0
 """``partial_rollout.deadlines.interrupt_s`` of the training: within it a worker must answer"""

@@ -140,6 +140,11 @@ def scheduling(scheduler):
             yield own, async_scheduling.watched
 
 
+def begun(output):
+    """Whether verl's ``fit`` has begun, by its progress bar in the file of what libraries print."""
+    return output.exists() and "Training Progress" in output.read_text()
+
+
 @contextlib.contextmanager
 def launcher(task, count_start, directory_of):
     """A function that starts ``main_ppo`` on the task with overrides; all that it has started ends with it."""
@@ -163,7 +168,11 @@ def launcher(task, count_start, directory_of):
                 env={**os.environ, "PYTHONWARNINGS": "ignore"},
             )
         run = SimpleNamespace(
-            process=process, directory=directory, terminal=log.read_text, read=lambda: read(directory)
+            process=process,
+            directory=directory,
+            terminal=log.read_text,
+            read=lambda: read(directory),
+            trains=lambda: begun(directory / "output.log"),
         )
         runs.append(run)
         return run

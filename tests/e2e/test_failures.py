@@ -38,7 +38,7 @@ SEPARATE = (
 
 def in_mid_round(run):
     """Whether its first round goes on for two seconds."""
-    if "Training Progress" not in run.terminal() or not processes_of_session(run.process.pid, ENGINE):
+    if not run.trains() or not processes_of_session(run.process.pid, ENGINE):
         return False
     time.sleep(2)
     return True
@@ -103,7 +103,7 @@ def test_failed_weight_sync_ends_the_run_by_name(start, wait_for, error_of, monk
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     extension = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=bad_sync.FailingExtension"
     run = start(*overrides, extension)
-    wait_for(lambda: "Training Progress" in run.terminal(), "training")
+    wait_for(run.trains, "training")
     error = error_of(run, within_s=90.0)
     assert f"{what} of version 1 failed in vLLM replica" in error and "no_such_weight" in error, error
 
@@ -121,7 +121,7 @@ def test_reward_that_raises_is_asked_again_and_one_that_hangs_ends_the_run(start
         # No sample of the second step is scored in the first.
         "partial_rollout.overlap=0",
     )
-    wait_for(lambda: "Training Progress" in run.terminal() or run.process.poll() is not None, "training")
+    wait_for(lambda: run.trains() or run.process.poll() is not None, "training")
     error = error_of(run, within_s=60.0)
     assert "16 of the 16 samples" in error and "reward function gave no score" in error and "reward_s" in error, error
     (step,) = run.read().steps.values()

@@ -100,7 +100,7 @@ def test_release_that_the_recipe_refuses_is_a_figure(run, tmp_path):
     ended = run("newest", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     assert ended.code == 0, ended.terminal[-3000:]
     (figure,) = ended.figures
-    assert figure["vllm"] == "99.0.0" and "found vLLM 99.0.0" in figure["refused"]
+    assert figure["vllm"] == "99.0.0" and "vLLM 99.0.0: a release from" in figure["refused"]
 
 
 def test_images_say_that_they_are_not_possible(run):

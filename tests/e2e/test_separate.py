@@ -44,7 +44,7 @@ def lives(module_start, wait_for, read_run, tmp_path_factory):
     ours = (*SMALL, f"trainer.default_local_dir={run_dir}")
     # The manifest is sealed before the weight sync and the validation of its step: the signal comes in that step.
     first = module_start(*ours, "trainer.test_freq=1", "data.val_max_samples=4", name="first")
-    wait_for(lambda: "Training Progress" in first.terminal(), "training")
+    wait_for(first.trains, "training")
     time.sleep(3)
     (worker,) = processes_of_session(first.process.pid, "ray::PartialRolloutAgentLoopWorker")
     worker.kill()
