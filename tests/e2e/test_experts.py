@@ -35,7 +35,7 @@ def model(tmp_path_factory):
     dense = build_config().to_dict()
     shared = {key: dense[key] for key in dense.keys() - {"model_type", "architectures", "transformers_version"}}
     config = Qwen3MoeConfig(
-        **shared, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+        **shared, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
     )
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)

