@@ -218,7 +218,8 @@ def keep_expert_weights(module: Any) -> None:
         # vLLM packs only while there is no kernel.
         self.moe_kernel = None
         vllms(self, packed)
-        self.packed_layer = packed
+        # Both are modules: as a part of the other, each would have the other as its part.
+        vars(self)["packed_layer"] = packed
 
     @around(method, "apply")
     def apply(vllms: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ def model(tmp_path_factory):
     dense = build_config().to_dict()
     shared = {key: dense[key] for key in dense.keys() - {"model_type", "architectures", "transformers_version"}}
     config = Qwen3MoeConfig(
-        **shared, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+        **shared, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
     )
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
@@ -64,4 +64,5 @@ def test_experts_train_in_both_arms(arms):
 def test_engine_and_trainer_agree_before_and_after_a_sync(arms):
     for step in (*arms["noPR"].steps.values(), arms["PR"].steps[1]):
         assert step["training/rollout_probs_diff_max"] < AGREE / 64
-    assert all(step["rollout_corr/k3_kl"] < AGREE for step in arms["PR"].steps.values())
+    # In PR's second step tokens of older weights differ for good.
+    assert arms["PR"].steps[1]["rollout_corr/k3_kl"] < AGREE
