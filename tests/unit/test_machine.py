@@ -223,16 +223,19 @@ def test_page_shows_what_a_check_prints_and_sizes_that_it_accepts(build, model_4
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*KEEP,), r"gpu_memory_utilization=0.7: at most 0.66, or rollout.free_cache_engine=True: an update takes "),
+        (
+            (*KEEP,),
+            r"gpu_memory_utilization=0.7: at most 0.66, or actor_rollout_ref.rollout.free_cache_engine=True: an update takes ",
+        ),
         ((*KEEP, f"{ROLLOUT}.gpu_memory_utilization=0.35"), None),
         ((GPUS(2), f"{ROLLOUT}.gpu_memory_utilization=0.5"), None),
         (
             (GPUS(1), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"),
-            r"ppo_max_token_len_per_gpu=32768: fewer tokens, more devices, or actor.fsdp",
+            r"ppo_max_token_len_per_gpu=32768: fewer tokens, more devices, or actor_rollout_ref.actor.fsdp",
         ),
         (
             (GPUS(2),),
-            r"gpu_memory_utilization=0.7: at most 0.69, or actor.fsdp_config.optimizer_offload=True: when the engine wakes "
+            r"gpu_memory_utilization=0.7: at most 0.69, or actor_rollout_ref.actor.fsdp_config.optimizer_offload=True: when the engine wakes "
             r"it takes 80.5 GiB of 80 a device \(engine 56.0, weights 7.5, Adam 15.0, CUDA and NCCL 2.0\)",
         ),
     ],
