@@ -225,7 +225,7 @@ def test_page_shows_what_a_check_prints_and_sizes_that_it_accepts(build, model_4
     [
         (
             (*KEEP,),
-            r"gpu_memory_utilization=0.7: at most 0.66, or actor_rollout_ref.rollout.free_cache_engine=True: an update takes ",
+            r"gpu_memory_utilization=0.7: at most 0.66, or actor_rollout_ref.rollout.free_cache_engine=True: an update ",
         ),
         ((*KEEP, f"{ROLLOUT}.gpu_memory_utilization=0.35"), None),
         ((GPUS(2), f"{ROLLOUT}.gpu_memory_utilization=0.5"), None),
@@ -235,7 +235,8 @@ def test_page_shows_what_a_check_prints_and_sizes_that_it_accepts(build, model_4
         ),
         (
             (GPUS(2),),
-            r"gpu_memory_utilization=0.7: at most 0.69, or actor_rollout_ref.actor.fsdp_config.optimizer_offload=True: when the engine wakes "
+            r"gpu_memory_utilization=0.7: at most 0.69, "
+            r"or actor_rollout_ref.actor.fsdp_config.optimizer_offload=True: when the engine wakes "
             r"it takes 80.5 GiB of 80 a device \(engine 56.0, weights 7.5, Adam 15.0, CUDA and NCCL 2.0\)",
         ),
     ],
