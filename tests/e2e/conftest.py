@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -140,9 +141,10 @@ def scheduling(scheduler):
             yield own, async_scheduling.watched
 
 
-def begun(output):
-    """Whether verl's ``fit`` has begun, by its progress bar in the file of what libraries print."""
-    return output.exists() and "Training Progress" in output.read_text()
+def begun(terminal):
+    """Whether verl's ``fit`` shows its progress bar in the file of what libraries print, which ``terminal`` names."""
+    named = re.search(r"libraries print to (\S+)", terminal.read_text())
+    return named is not None and "Training Progress" in Path(named[1]).read_text()
 
 
 @contextlib.contextmanager
@@ -172,7 +174,7 @@ def launcher(task, count_start, directory_of):
             directory=directory,
             terminal=log.read_text,
             read=lambda: read(directory),
-            trains=lambda: begun(directory / "output.log"),
+            trains=lambda: begun(log),
         )
         runs.append(run)
         return run
