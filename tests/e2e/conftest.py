@@ -38,9 +38,16 @@ SCHEDULERS = [
 if os.environ.get("VERL_PLATFORM") != "cpu":
     # Triton's default is TF32, whose rounding is 50 times what the tests allow between reading and decoding.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-TRAININGS = ("test_training.py", "test_separate.py", "test_algorithms.py", "test_tutorial.py", "test_experts.py")
+TRAININGS = (
+    "test_training.py",
+    "test_separate.py",
+    "test_algorithms.py",
+    "test_tutorial.py",
+    "test_images.py",
+    "test_experts.py",
+)
 """files of every commit that train, the longest first: they begin, and what takes less fills both processes to the end"""
-MOST_STARTS = 10
+MOST_STARTS = 13
 """trainings of a session without the nightly tests; each keeps a core busy for most of 90 s before its first step"""
 
 
