@@ -176,7 +176,7 @@ def test_tested_release_and_another_engine_are_not_searched(installed, monkeypat
     assert list(check_vllm(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}}))) == []
 
 
-def test_installed_release_has_everything_and_an_error_of_a_module_is_a_finding(monkeypatch):
+def test_installed_release_has_everything_and_an_error_is_a_finding(monkeypatch):
     assert list(lacks(entries(NEEDED + OPTIONAL))) == []
     monkeypatch.setitem(sys.modules, "broken", SimpleNamespace())
     assert list(lacks([Uses("broken:Thing", ["us"], [], {}, [])])) == [

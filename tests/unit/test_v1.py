@@ -219,7 +219,7 @@ def test_tensors_that_the_rows_would_not_have_are_refused_by_name():
         rounds.rows_of(batch)
 
 
-def test_row_of_a_model_that_sees_has_its_images_and_four_positions_a_token():
+def test_row_of_a_model_that_sees_has_images_and_four_positions():
     batch = batch_of((7, "empty"))
     batch.batch["position_ids"] = torch.arange(PROMPT + RESPONSE).expand(len(batch), 4, -1)
     batch.non_tensor_batch["multi_modal_inputs"][0] = pixels = {"pixel_values": torch.ones(4, 8)}
