@@ -37,8 +37,8 @@ _ROWS = 256
 """rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
 _SEEN = 16
 """rows of these whose images are processed, at up to 0.1 s a megapixel"""
-_PIXEL_COPIES = 3
-"""of a batch's pixels on the driver's node: in the driver, in Ray's store, and with trainers that run there"""
+_PIXEL_COPIES = 12
+"""of a batch's pixels on the driver's node: 3 in the driver, up to 6 in Ray's store, the rest with trainers that run there"""
 _GIB = 2**30
 
 
