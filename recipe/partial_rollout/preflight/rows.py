@@ -38,7 +38,7 @@ _ROWS = 256
 _SEEN = 16
 """rows of these whose images are processed, at up to 0.1 s a megapixel"""
 _PIXEL_COPIES = 12
-"""of a batch's pixels on the driver's node: 3 in the driver, up to 6 in Ray's store, the rest with trainers that run there"""
+"""of a batch's pixels on the driver's node: 3 in the driver, up to 6 in Ray's store, others in trainers there"""
 _GIB = 2**30
 
 
