@@ -1,6 +1,6 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
-A weight sync that fails says why (``tell_causes``).
+A weight sync that fails says why (``name_causes``).
 
 Its patches of the scheduler: it counts the requests that it preempts for want of KV blocks. With 0.24.0 it also reports
 requests to its workers that an emptied cache preempts. vLLM counts with its statistics only. They cost every step, verl
@@ -48,7 +48,7 @@ def answer_in_core(module: Any) -> None:
     setattr(module.EngineCore, _UTILITY, lambda core: getattr(core.scheduler, "preempted", None))
 
 
-def tell_preempted(module: Any) -> None:
+def report_preempted(module: Any) -> None:
     """The scheduler tells its workers of the requests that an emptied KV cache preempts, as releases after 0.24.0 do.
 
     A hold with ``resume_kv=recompute`` empties the cache, and so preempts every running request. 0.24.0 reports only those
@@ -75,7 +75,7 @@ def tell_preempted(module: Any) -> None:
         return output
 
 
-def tell_causes(module: Any) -> None:
+def name_causes(module: Any) -> None:
     """A weight sync that fails in a worker names all its errors, the first one first.
 
     vLLM passes the words of the last error on, without its type. On a CPU that error is verl's receiver's: as it gives up
@@ -114,9 +114,9 @@ def register() -> None:
     """Patch vLLM in the recipe's processes, and its layers on the CPU platform."""
     if in_recipe():
         when_imported(_SCHEDULER, count_preempted)
-        when_imported(_SCHEDULER, tell_preempted)
+        when_imported(_SCHEDULER, report_preempted)
         when_imported(_CORE, answer_in_core)
-        when_imported("verl.workers.rollout.vllm_rollout.utils", tell_causes)
+        when_imported("verl.workers.rollout.vllm_rollout.utils", name_causes)
         when_imported(_FRONT, take_wait)
     if cpu_requested():
         # Import verl first: importing the platform alone would load verl's plugin before the platform is complete.

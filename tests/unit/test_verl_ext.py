@@ -101,7 +101,7 @@ def test_ids_that_an_emptied_cache_preempts_are_told_once():
         def schedule(self):
             return SimpleNamespace(preempted_req_ids={"c"})
 
-    vllm_plugin.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
+    vllm_plugin.report_preempted(SimpleNamespace(Scheduler=Scheduler))
     scheduler = Scheduler()
     told = []
     for running_too in (False, True, False):
@@ -118,7 +118,7 @@ def test_scheduler_that_tells_what_an_emptied_cache_preempts_stays():
             return None
 
     own = Scheduler.schedule
-    vllm_plugin.tell_preempted(SimpleNamespace(Scheduler=Scheduler))
+    vllm_plugin.report_preempted(SimpleNamespace(Scheduler=Scheduler))
     assert Scheduler.schedule is own
 
 
@@ -202,7 +202,7 @@ def failing_sync(error, tensor_in_use):
         def update_weights_from_ipc(self, use_shm):
             return Receiver().receive_weights(None)
 
-    vllm_plugin.tell_causes(SimpleNamespace(vLLMColocateWorkerExtension=Extension))
+    vllm_plugin.name_causes(SimpleNamespace(vLLMColocateWorkerExtension=Extension))
     with pytest.raises(RuntimeError) as told:
         Extension().update_weights_from_ipc(use_shm=True)
     return str(told.value)

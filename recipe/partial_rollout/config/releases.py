@@ -74,7 +74,7 @@ def _minor(release: str) -> tuple[int, ...]:
 
 
 def _needed_torch() -> SpecifierSet:
-    """What vLLM's metadata asks of torch on this machine, without the local suffix (``+cpu``) of a build."""
+    """Return the torch that vLLM's metadata asks for on this machine, without the local suffix (``+cpu``) of a build."""
     needed = SpecifierSet()
     for asked in map(Requirement, requires(package()) or ()):
         if asked.name == "torch" and (asked.marker is None or asked.marker.evaluate()):

@@ -171,7 +171,7 @@ def _checked_pixels(config: DictConfig, dataset: Any, row: Mapping[str, Any], pr
 
 
 def processed(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> Any:
-    """What the processor makes of the prompt of ``row``, which shows images: ``input_ids`` [1, L], ``pixel_values``, ..."""
+    """Process the prompt of ``row``, which shows images; return ``input_ids`` [1, L], ``pixel_values``, ..."""
     images = asyncio.run(Pictures(config, processor.tokenizer, processor, type(dataset)).of_row(dict(row)))
     text = [rendering_of(config, dataset, row, processor)]
     kwargs = config.data.get("mm_processor_kwargs")

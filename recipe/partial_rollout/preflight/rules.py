@@ -1,4 +1,4 @@
-"""What engines and partial rollout need of the keys: a rule a row. They do not depend on their order.
+"""Rules on what engines and partial rollout need of the keys, one a row; their order does not matter.
 
 verl's own keys are verl's to check, unless a wrong value would silently train something else, or everybody meets it in the
 first hour. verl's rollout correction is off by default, and several settings make verl ignore it without a warning: rules

@@ -1,4 +1,4 @@
-"""What the recipe and ``verl_ext`` take from vLLM, as a table, and the check of the installed release against it.
+"""A table of what the recipe and ``verl_ext`` take from vLLM, and the check of the installed release against it.
 
 ``config.releases`` says which releases run. On one that is not tested, the driver reads this table before Ray starts:
 a name that has gone is then one line in the first seconds, not an engine that dies minutes later. The check takes three

@@ -150,13 +150,11 @@ def corrected_ppo_loss(
     newest = _newest_of_older(padded["rollout_versions"], version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
-        advantages = padded["advantages"]
-        outside = region.outside(current, behaviour, advantages, mask)
         # A masked token has the weight 0, so the region needs weights to write into.
         assert weights is not None, "a region without weights is refused before Ray starts"
+        outside = region.outside(current, behaviour, padded["advantages"], mask)
         weights = weights.masked_fill(outside, 0)
-        parts = masked_parts(outside, advantages, age=version - padded["rollout_versions"])
-        reported |= {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
+        reported |= _masked(outside, padded, version)
     # A shallow copy: the engine's micro-batch keeps its own ``old_log_probs``.
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
@@ -172,6 +170,12 @@ def corrected_ppo_loss(
         entropy = no_padding_2_padding(entropy, data).detach()
         metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
     return loss, metrics
+
+
+def _masked(outside: torch.Tensor, padded: TensorDict, version: int) -> dict[str, torch.Tensor]:
+    """Return the parts of the tokens ``outside`` [B, R] of the region, by the names under which they are reported."""
+    parts = masked_parts(outside, padded["advantages"], age=version - padded["rollout_versions"])
+    return {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
 
 
 def _divisible(data: TensorDict) -> TensorDict:

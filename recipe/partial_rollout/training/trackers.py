@@ -79,5 +79,7 @@ def addresses(loggers: Iterable[str]) -> list[str]:
     if "wandb" in loggers:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        lines.append(f"wandb: {wandb.run and wandb.run.url}")
+        # Offline it has none.
+        if wandb.run and wandb.run.url:
+            lines.append(f"wandb: {wandb.run.url}")
     return lines

@@ -56,7 +56,7 @@ class Pictures:
         return found.get("images") or []
 
     def inputs(self, images: Sequence[Image.Image], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model takes of ``images``, shown by the tokens ``ids`` [1, L].
+        """Make the model's inputs of ``images``, which the tokens ``ids`` [1, L] show.
 
         ``pixel_values`` [patches, values of a patch], ``image_grid_thw`` [images, 3], ``images_seqlens`` [images], and
         ``mm_token_type_ids``, which only ``positions`` reads.
@@ -103,6 +103,6 @@ def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
 def kept(
     images: Sequence[Image.Image], digests: Sequence[bytes], own: Sequence[Image.Image]
 ) -> tuple[int | bytes, ...]:
-    """What ``SampleOutput.images`` keeps of ``images``, of which ``own`` are the row's."""
+    """Name ``images`` for ``SampleOutput.images``: those among the row's, ``own``, by their index, others as PNG files."""
     places = {digest(image): place for place, image in enumerate(own)}
     return tuple(places[mark] if mark in places else png(image) for image, mark in zip(images, digests, strict=True))
