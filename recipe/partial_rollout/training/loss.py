@@ -154,7 +154,7 @@ def corrected_ppo_loss(
         assert weights is not None, "a region without weights is refused before Ray starts"
         outside = region.outside(current, behaviour, padded["advantages"], mask)
         weights = weights.masked_fill(outside, 0)
-        reported |= _masked(outside, padded, version)
+        reported |= _masked(outside, padded["advantages"], age=version - padded["rollout_versions"])
     # A shallow copy: the engine's micro-batch keeps its own ``old_log_probs``.
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
@@ -172,10 +172,9 @@ def corrected_ppo_loss(
     return loss, metrics
 
 
-def _masked(outside: torch.Tensor, padded: TensorDict, version: int) -> dict[str, torch.Tensor]:
-    """Return the parts of the tokens ``outside`` [B, R] of the region, by the names under which they are reported."""
-    parts = masked_parts(outside, padded["advantages"], age=version - padded["rollout_versions"])
-    return {f"partial_rollout/trust_region/{key}": value for key, value in parts.items()}
+def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the parts of the masked tokens [B, R], by the names under which they are reported."""
+    return {f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()}
 
 
 def _divisible(data: TensorDict) -> TensorDict:
