@@ -4,6 +4,7 @@ Its other facts are frozen as clock10's are (``test_ready_start``).
 """
 
 import random
+import re
 from itertools import islice
 
 import pandas as pd
@@ -72,19 +73,16 @@ def test_warm_start_asks_as_verl_does():
     """verl renders a message of parts, and its processor repeats the placeholder for each token of the picture."""
     tokenizer = build_tokenizer()
     inputs, labels = next(draw_batches(tokenizer, problems(0), 0))
-    problem = next(problems(0))
-    parts = [
-        {"type": "text", "text": problem.prompt[:-3]},
-        {"type": "image"},
-        {"type": "text", "text": problem.prompt[-2:]},
-    ]
+    shown = tokenizer.decode(inputs["input_ids"][0][labels[0].eq(IGNORED)], skip_special_tokens=True).split("\n")[1]
+    assert re.fullmatch(r"[1-9](\?[1-9]=_)+-=0", shown)
+    parts = [{"type": "text", "text": shown[:-2]}, {"type": "image"}, {"type": "text", "text": shown[-2:]}]
     messages = [{"role": "user", "content": parts}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     asked = tokenizer.encode(text.replace(IMAGE, IMAGE * TOKENS), add_special_tokens=False)
     assert inputs["input_ids"][0, : len(asked)].tolist() == asked
     assert (labels[0, : len(asked)] == IGNORED).all() and labels[0, len(asked)] != IGNORED
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]] * len(labels)
-    assert tokenizer.decode(asked, skip_special_tokens=True) == f"user\n{problem.prompt[:-3]}=0\nassistant\n"
+    assert tokenizer.decode(asked, skip_special_tokens=True) == f"user\n{shown}\nassistant\n"
 
 
 def test_processor_that_is_saved_is_the_warm_starts(tmp_path):
@@ -123,3 +121,18 @@ def test_warm_start_reads_pictures_and_says_no_placeholder(task):
         read = log_probs[:, :-4, digits].argmax(-1) + DIGITS
         right.append((read == labels[:, 1:-3])[ends])
     assert len(torch.cat(right)) > 100 and torch.cat(right).float().mean() > 0.8
+
+
+def test_warm_start_copies_the_operands_of_a_problem_with_a_picture(task):
+    """A picture has six tokens where clock10's text has one, so what is copied lies at other distances."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(task / "model").eval()
+    tokenizer, copied = build_tokenizer(), []
+    for inputs, labels in islice(draw_batches(tokenizer, problems("others"), 1), 8):
+        own = {"pixel_values": inputs["pixel_values"][:16], "image_grid_thw": inputs["image_grid_thw"][:1]}
+        asked = inputs["input_ids"][:1, : int(labels[0].ne(IGNORED).float().argmax())]
+        prompt = tokenizer.decode(asked[0], skip_special_tokens=True)
+        types = (asked == VOCABULARY.index(IMAGE)).int()
+        made = model.generate(input_ids=asked, mm_token_type_ids=types, **own, max_new_tokens=24, do_sample=False)
+        line = tokenizer.decode(made[0, asked.shape[1] :], skip_special_tokens=True).split("\n")[0]
+        copied.append([line[0], *re.findall(r"[+*-](\d)=", line)[:-1]] == re.findall(r"[1-9]", prompt))
+    assert sum(copied) >= 6

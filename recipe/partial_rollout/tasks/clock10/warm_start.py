@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -38,6 +38,7 @@ OTHER_LR = 3e-3
 THREADS = 2
 """Torch threads while training. One and two gave bit-equal weights on one machine; others may differ."""
 
+Item = TypeVar("Item", bound=tuple[torch.Tensor, ...])
 Labelled = tuple[torch.Tensor, torch.Tensor]
 """Token ids and labels, int64, of a sequence `[tokens]` or a batch `[sequences, tokens]`; a label of -100 has no loss."""
 
@@ -108,7 +109,7 @@ def draw_batches(
         pool = [_encode(tokenizer, problem, mixture.respond(problem, rng)) for problem in islice(problems, POOL_SIZE)]
         if drawn < short_batches:
             pool = [item for item in pool if len(item[0]) <= short_length]
-        groups = _cut_by_length(sorted(pool, key=lambda item: len(item[0])))
+        groups = cut_by_length(sorted(pool, key=lambda item: len(item[0])))
         rng.shuffle(groups)
         for group in groups:
             ids, labels = map(list, zip(*group, strict=True))
@@ -126,9 +127,10 @@ def _encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, response: str)
     return torch.tensor(prompt + said), torch.tensor([IGNORED] * len(prompt) + said)
 
 
-def _cut_by_length(ascending: list[Labelled]) -> list[list[Labelled]]:
-    groups: list[list[Labelled]] = []
-    group: list[Labelled] = []
+def cut_by_length(ascending: list[Item]) -> list[list[Item]]:
+    """Return the sequences, which are the first of each item, in groups that fit into `TOKENS_PER_STEP` once padded."""
+    groups: list[list[Item]] = []
+    group: list[Item] = []
     for item in ascending:
         # Lengths ascend, so the newcomer is what the whole group pads to.
         if group and (len(group) + 1) * len(item[0]) > TOKENS_PER_STEP:
