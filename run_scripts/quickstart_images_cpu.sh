@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # The quick start with images: a picture in each prompt shows the number that the response has to reach, and a tiny Qwen3-VL reads it.
-# NOT FINISHED: the model that ships scores .016, so there is nothing to learn from (docs/extending.md).
 # Both runs, the table and the pictures are run_scripts/quickstart_cpu.sh's, and so are arguments and variables.
 #
 #   bash run_scripts/quickstart_images_cpu.sh

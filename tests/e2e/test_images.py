@@ -1,4 +1,7 @@
-"""A model that sees trains on images, interrupted, killed and resumed; its engine decodes with a tower's new weights."""
+"""A model that sees trains on images, interrupted, killed and resumed on engines that decode while the trainer updates.
+
+Its engine keeps the images' keys and values, and decodes with a tower's new weights.
+"""
 
 import asyncio
 import math
@@ -41,6 +44,7 @@ SMALL = (
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "partial_rollout.max_staleness=3",
+    "partial_rollout.resume_kv=keep",
     f"reward.custom_reward_function.path={Path(__file__).with_name('images_reward.py')}",
 )
 
@@ -70,7 +74,7 @@ def run(module_start, wait_for, read_run, seeing, tmp_path_factory):
     saved = {path.name: path.stat().st_size for path in state.iterdir()}
     (path,) = state.glob("manager-*.state")
     manager = read_snapshot(path)
-    second = module_start(*ours, name="resumed")
+    second = module_start(*ours, "partial_rollout.placement=separate", name="resumed")
     assert second.process.wait(400) == 0, second.terminal()[-3000:]
     return SimpleNamespace(run=read_run(run_dir), directory=run_dir, saved=saved, manager=manager)
 
@@ -86,10 +90,10 @@ def test_interrupted_killed_and_resumed_it_trains_every_prompt_once(run):
 
 def test_trainer_sees_the_images_that_the_engine_has_seen(run):
     """After updates of the tower too."""
-    for step in run.run.steps.values():
+    for number, step in run.run.steps.items():
         assert math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0
         # Tokens that were carried over an update at this rate differ by 1e-3 in the mean; those of step 1 do not.
-        assert step["training/rollout_probs_diff_mean"] < 3e-3
+        assert step["training/rollout_probs_diff_mean"] < (1e-5 if number == 1 else 3e-3)
 
 
 def test_checkpoint_has_images_as_files_and_no_pixels(run):
