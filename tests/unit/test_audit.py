@@ -270,7 +270,7 @@ def call_of(*fields):
         ([RUN, round_of(1, [{**group("0/0"), "uid": "seven"}])], "- at `$.trained[0].uid`"),
         (call_of(0, 1.0, "2", 20, 0), "line 2: Expected `float`, got `str` - at `$.phase.calls[0][2]`"),
         (call_of("a:1", 1.0, 2.0, 20, 0), "line 2: a call has a replica without an index"),
-        (GOOD[1:], "the first event should be that of a process"),
+        (GOOD[1:], "the log does not begin with an event 'run'"),
         ([], "has no event"),
     ],
 )

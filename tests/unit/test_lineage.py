@@ -236,7 +236,7 @@ def test_start_says_which_steps_it_trains_again_and_what_it_supersedes(live, tmp
         capsys.readouterr()
         live(who, until=until, **how)
         printed = capsys.readouterr().out
-        return [line for line in printed.splitlines() if "again" in line], "supersedes" in printed
+        return [line for line in printed.splitlines() if "again" in line], "replaces" in printed
 
     assert said("a", 1) == ([], False)
     # Killed before its first checkpoint.

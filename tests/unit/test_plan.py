@@ -240,7 +240,7 @@ def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys,
 
 def test_run_that_the_simulation_cannot_play_is_refused(tmp_path, capsys):
     assert plan.main(["--run", str(separate_run(tmp_path / "separate"))]) == 2
-    assert "placement=separate; the forecast plays engines and trainer in turns" in capsys.readouterr().out
+    assert "give a run with placement=colocated" in capsys.readouterr().out
     calls = [(0, start, start + 2, 20, 0, 0, 10, 0.0, "0/0#0", False) for start in (0, 6)]
     rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [20])])]
     assert plan.main(["--run", str(build_run(tmp_path / "a", rounds=rounds))]) == 2

@@ -100,16 +100,16 @@ def goes_on(runner):
 
 
 CHANGES = [
-    ("data.train_batch_size=8", "data.train_batch_size=8: 4, as in"),
-    ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n=4: 2, as in"),
-    ("data.seed=7", r"data.seed=7: \d+, as in"),
-    ("data.shuffle=False", "data.shuffle=False: True, as in"),
-    ("data.train_max_samples=12", r"data.train_files=12 rows, hash \w+: 24 rows, hash \w+, as in"),
-    ("data.dataloader_num_workers=3", r"data.dataloader_num_workers=3: \d+, as in"),
-    ("trainer.n_gpus_per_node=2", r"trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"),
-    ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: at least 2, as in"),
-    ("data.max_response_length=8", r"data.max_response_length=8: at least \d+, as in"),
-    ("data.max_prompt_length=16", r"data.max_prompt_length=16: at least \d+, as in"),
+    ("data.train_batch_size=8", "data.train_batch_size=8: must be 4, as in"),
+    ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n=4: must be 2, as in"),
+    ("data.seed=7", r"data.seed=7: must be \d+, as in"),
+    ("data.shuffle=False", "data.shuffle=False: must be True, as in"),
+    ("data.train_max_samples=12", r"data.train_files=12 rows, hash \w+: must be 24 rows, hash \w+, as in"),
+    ("data.dataloader_num_workers=3", r"data.dataloader_num_workers=3: must be \d+, as in"),
+    ("trainer.n_gpus_per_node=2", r"trainer.nnodes \* trainer.n_gpus_per_node=2: must be 1, as in"),
+    ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: must be at least 2, as in"),
+    ("data.max_response_length=8", r"data.max_response_length=8: must be at least \d+, as in"),
+    ("data.max_prompt_length=16", r"data.max_prompt_length=16: must be at least \d+, as in"),
 ]
 KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
 
@@ -122,7 +122,7 @@ def test_key_that_differs_from_the_checkpoints_is_refused(start, tmp_path):
             start(*KEEPS, change, *[BATCH_OF_8] * ("batch" in change))
         assert listing(tmp_path / "run", "run.lock") == before, change
     # A number that is falsy is told as the number that it is.
-    with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: at least 2, as in"):
+    with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: must be at least 2, as in"):
         start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
     assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9"))
@@ -139,7 +139,7 @@ def test_changed_rows_are_refused_with_both_counts_and_moved_ones_are_not(start,
     moved = shutil.copy(inputs.files, inputs.files.with_name("moved.parquet"))
     assert goes_on(start(f"data.train_files={moved}", arm=arm))
     inputs.write(rows(*changed))
-    words = rf"^data.train_files={len(changed)} rows, hash \w+: 24 rows, hash \w+, as in [^\n]*global_step_2"
+    words = rf"^data.train_files={len(changed)} rows, hash \w+: must be 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
 
@@ -149,7 +149,7 @@ def test_model_of_another_name_is_refused_and_a_moved_one_is_not(start, inputs, 
     moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
     assert goes_on(start(f"actor_rollout_ref.model.path={moved}"))
     other = shutil.copytree(inputs.model, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: model, as in .*global_step_2"):
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: must be model, as in .*global_step_2"):
         start(f"actor_rollout_ref.model.path={other}")
 
 
@@ -177,14 +177,14 @@ def test_validation_alone_needs_only_the_checkpoints_model(start, inputs):
     alone = "trainer.val_only=True", "actor_rollout_ref.rollout.n=4", "data.max_response_length=32", "data.seed=9"
     for arm in ARMS:
         assert goes_on(start(*alone, arm=arm))
-    with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: 1, as in"):
+    with pytest.raises(ConfigError, match=r"^trainer.nnodes \* trainer.n_gpus_per_node=2: must be 1, as in"):
         start(*alone, "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
 def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp_path, arm, other):
     start(arm=other, save=2)
-    words = rf"^partial_rollout.enable={ARMS[arm]}: {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
+    words = rf"^partial_rollout.enable={ARMS[arm]}: must be {ARMS[other]}, as in .*global_step_2; trainer.resume_mode=disable"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
     for name in ("global_step_2.bak", "best_global_step_2", "global_step_"):

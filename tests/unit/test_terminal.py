@@ -182,7 +182,7 @@ def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(log_of
     for step, differ in enumerate((0, 36, 36), 1):
         log.extend(filtered(step, 36, 36 * step, differ), step)
     (warning,) = [line for line in lines if line.startswith("warning")]
-    assert "in step 2" in warning and "36 groups whose samples have equal acc and different scores" in warning
+    assert "in step 2" in warning and "36 groups whose samples have the same acc and different scores" in warning
     assert "algorithm.filter_groups.metric=seq_final_reward" in warning
 
 

@@ -244,8 +244,8 @@ class PartialRolloutConfig:
     mode: Mode = key(Mode.WINDOW, "How many prompts a round takes on.")
     overlap: Annotated[float, Meta(gt=-1, le=FINITE)] = key(
         1.0,
-        "Spare groups in flight as a share of N = `data.train_batch_size` (window, april): more speed for more staleness, "
-        "whose mean is about the overlap. Below 0: april alone.",
+        "Spare groups in flight as a share of N = `data.train_batch_size`. More is faster and staler: the mean staleness "
+        "is about the overlap. Only `mode=window` and `mode=april` read it; below 0 needs `april`.",
     )
     drain: bool = key(
         True,

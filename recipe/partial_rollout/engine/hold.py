@@ -76,8 +76,8 @@ async def pause(engine: Any, *, clear_kv: bool) -> None:
     if clear_kv:
         await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     if engine.model_config.is_multimodal_model:
-        # Of the vision tower, whose weights change too. The cache of inputs depends on no weights, and emptying it while
-        # requests arrive would leave vLLM's front and core with different contents.
+        # The encoder cache holds outputs of the vision tower, whose weights change too. The cache of processed inputs
+        # stays. It depends on no weights, and emptying it while requests arrive would make vLLM's front and core disagree.
         await engine.reset_encoder_cache()
 
 
@@ -160,7 +160,10 @@ def request_id_of(group: str, first_version: int | None) -> str:
 
 
 def salt_of(request_id: str, version: int | None) -> str:
-    """Return the salt of a request, which decides whose blocks it may find; ``version`` is that of the engine's weights."""
+    """Return a request's cache salt: requests share KV blocks only under the same one.
+
+    ``version`` is that of the engine's weights now.
+    """
     group, mark, call = request_id.partition(_MARK)
     if not mark:
         return f"version {version}"

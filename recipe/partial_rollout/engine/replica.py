@@ -46,7 +46,7 @@ from recipe.partial_rollout.engine.hold import Mark, pause, record_marks, salt_o
 from recipe.partial_rollout.waits import AGAIN_S, one_line
 from verl_ext.vllm_plugin import PIECEWISE, preemptions_of
 
-# What a later release may lack of vLLM is left out where it is not there; ``vllm_contract.OPTIONAL`` lists it.
+# A later vLLM may drop this name, which is therefore optional; ``vllm_contract.OPTIONAL`` lists all such names.
 _FLAT: Any = getattr(logprobs, "FlatLogprobs", ())
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
@@ -99,8 +99,8 @@ class AdmittingEngine:
         """Do as ``AsyncLLM.generate``, but first yield None: from then on a pause or an abort covers the request.
 
         The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
-        the request with an output of the tokens so far: none, if it was still queued. If the caller stops before the
-        last output, its request is aborted.
+        the request with an output that has the tokens so far; a request that was still queued has none. If the caller
+        stops before the last output, its request is aborted.
 
         Args:
             sampling_params: not modified.
@@ -166,9 +166,10 @@ def _sampled(log_probs: logprobs.FlatLogprobs) -> Iterator[_Sampled]:
 
 
 def _thin(output: RequestOutput) -> None:
-    """Let flat log-probs be read once, and of the sampled tokens alone: vLLM makes a dictionary and an object a token.
+    """Replace flat log-probs by an iterator over the sampled tokens' log-probs, which can be read once.
 
-    Otherwise an interruption would wait while the server's one thread does so for every token of every request.
+    vLLM's own reader makes a dictionary and an object for each token. An interruption would wait while the server's one
+    thread did so for all requests.
     """
     for answer in output.outputs:
         if isinstance(answer.logprobs, _FLAT):
@@ -222,7 +223,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         self.front_engine()
 
     def front_engine(self) -> None:
-        """Wrap vLLM's engine in the recipe's, and note what it does."""
+        """Wrap vLLM's engine in ``AdmittingEngine``, which salts each request if KV blocks are kept."""
         salt = (lambda request_id: salt_of(request_id, self.global_steps)) if self._keeps_kv else None
         self.engine = AdmittingEngine(self.engine, salt)
 
@@ -301,9 +302,10 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Return the requests in this server's engine, and the tokens that it decoded but for those kept back for a piece.
+        """Return the requests in this server's engine, and the tokens that it has decoded.
 
-        Asked of a replica's first server.
+        Tokens that the core has not sent yet (``verl_ext.piecewise_scheduler``) are not counted. Only a replica's first
+        server is asked.
         """
         # Answered by the API server alone, so it costs the engine no step.
         running = len(self.engine.output_processor.request_states)
@@ -402,7 +404,7 @@ def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
 
 
 def _empty_cache(_worker: Any) -> None:
-    """Give the device memory that the worker's allocator holds for nothing back; without a device it does nothing."""
+    """Return the memory that the worker's allocator has cached and does not use to the device, if there is one."""
     aggressive_empty_cache(force_sync=True)
 
 

@@ -119,7 +119,7 @@ class ManagerActor:
         if idle_s >= limit_s and not any(
             sample.state is SampleState.FAILED for sample in self._manager.samples.unfinished.values()
         ):
-            excuse = f"{limit_s:g} s with {parked} in a tool or reward, the longest deadline of either"
+            excuse = f"here {limit_s:g} s, the longest deadline of a tool or reward, in which {parked} samples are"
             raise RolloutFailedError(
                 f"no sample reported and no engine made a token for {idle_s:.0f} s "
                 f"(partial_rollout.deadlines.stall_s={self._stall_s:g}"
@@ -204,7 +204,7 @@ class ManagerActor:
 
     async def finish_step(self) -> StepSummary:
         """The trainer has updated on its batch; if the round was stopped, the workers have reported all of it."""
-        # The batch's own metrics are known only while the trainer has it, the lengths of interrupted samples only now.
+        # Here, because interrupted samples have reported by now, and the batch's groups are still TAKEN.
         metrics = self._manager.metrics() | self._gauges
         admitted, filtered = self._manager.groups.train()
         errors, self._new_errors = tuple(self._new_errors), []

@@ -345,7 +345,7 @@ class Samples:
         """number of the PARKED ones, which live on without a slot"""
 
     def move(self, sample_id: str, verb: str) -> Sample:
-        """Have a sample of its worker leave its state and enter another, as ``VERBS`` says; returns it.
+        """Move a sample to another state, as ``VERBS[verb]`` says; return it.
 
         Raises:
             RuntimeError: ``verb`` does not leave its state, or it has finished.
@@ -368,7 +368,7 @@ class Samples:
         return sample
 
     def in_state(self, sample_id: str, verb: str, states: Sequence[SampleState]) -> Sample:
-        """The sample; RuntimeError, which names ``verb``, unless it is in one of ``states``."""
+        """Return the sample, which must be in one of ``states``; else raise RuntimeError, which names ``verb``."""
         sample = self.unfinished.get(sample_id)
         if sample is None or sample.state not in states:
             actual = "unknown or finished" if sample is None else sample.state

@@ -140,7 +140,7 @@ class PromptsManager:
 
     def add(self, sample_id: str, segments: Sequence[Segment]) -> None:
         """Cache what a sample has made, so that a single-turn sample survives its worker."""
-        # Of calls beside each other one may be interrupted, and give the slot back, before the others have ended.
+        # Of several calls at once, one may be interrupted while others still report, so any live state will do.
         sample = self.samples.in_state(sample_id, "add", _LIVE)
         sample.segments += [segment for segment in segments if len(segment)]
 

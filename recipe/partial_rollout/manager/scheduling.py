@@ -131,7 +131,7 @@ def _numbers(key: Any) -> Sequence[Any]:
     """``key`` as a sequence of numbers that can be compared.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: ``key`` holds something that is not a number, or a nan.
     """
     numbers = key if isinstance(key, tuple | list) else (key,)
     for number in numbers:
@@ -162,8 +162,8 @@ class ClaimQueue:
     >>> queue.pop("w1", own_only=True) is None, queue.sizes[None]
     (True, 1)
 
-    An order that raises, or returns no numbers, breaks nothing here: its group is queued by the order of the data.
-    ``problem`` says so, and whoever waits for the manager ends the run by it.
+    If the order raises or returns no numbers, the group is queued in the order of the data and ``problem`` records the
+    error. The manager then ends the run.
 
     Args:
         order: gives a group's key; ties go to dispatch order.
@@ -249,7 +249,7 @@ class ClaimQueue:
     def _entry(self, owner: str | None, group: PromptGroup, key: Key) -> Key:
         if group.birth is not None and group.birth <= self._overdue:
             return (0, group.birth, *key)
-        # What a worker holds may hold places of the user's own, such as sandboxes, that new samples wait for.
+        # The worker's own samples first: they may occupy the user's sandboxes, for which new samples wait.
         return (1, owner is None, *key)
 
     def _file(self, owner: str | None, group: PromptGroup, key: Key) -> None:
@@ -307,9 +307,9 @@ class Slots:
             raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
 
     def claim(self, worker: str, limit: int | None = None) -> Iterator[Sample]:
-        """Up to ``limit`` samples by priority, for slots of ``worker``; the caller has each run before it asks for more.
+        """Yield up to ``limit`` samples by priority, for slots of ``worker``; the caller starts each before the next.
 
-        Of the samples that any worker could run it gets overdue ones, and others up to its share. Each sample is chosen
+        Of the samples that any worker could run, it gets the overdue ones, and others up to its share. Each is chosen
         when the iterator reaches it, because starting the one before may have changed the priority of its group.
 
         Args:

@@ -79,7 +79,7 @@ def _compare(key: str, checkpoints: RunCheckpoints) -> None:
     here, saved = checkpoints.made_of[key], checkpoints.resumed.made_of if checkpoints.resumed else {}
     if key not in saved or here == saved[key] or (key in _GROWING and here > saved[key]):
         return
-    bound = "at least " if key in _GROWING and not isinstance(here, bool) else ""
+    bound = "must be at least " if key in _GROWING and not isinstance(here, bool) else "must be "
     why = f": {_WHY[key]}" if key in _WHY else ""
     words = (
         f"{bound}{saved[key]}, as in {checkpoints.chosen}{why}; trainer.resume_mode=disable starts the training over"

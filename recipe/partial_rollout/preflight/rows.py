@@ -80,8 +80,8 @@ def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
     if _LOOP in columns:
         loops, known = table.unique(_LOOP), agent_loops(config)
         if unknown := {*loops} - known:
-            words = f"rows whose column {_LOOP} has {', '.join(sorted(known))}; it has {', '.join(map(str, unknown))}"
-            raise fail(key, value, words)
+            words = f"{_LOOP} of each row must be one of {', '.join(sorted(known))}"
+            raise fail(key, value, f"{words}; some have {', '.join(map(str, unknown))}")
     # A loop of the user's own may score its samples itself.
     own_loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path or {*loops} - _VERLS_LOOPS
     reward = config.reward
@@ -182,8 +182,11 @@ def _check_memory(key: str, value: Any, batch: float) -> None:
     """Raise ``ConfigError`` where the pixels of a batch, ``batch`` bytes, do not fit into what is free of this machine."""
     needed, free = _PIXEL_COPIES * batch / _GIB, psutil.virtual_memory().available / _GIB
     if needed > free:
-        words = f"smaller images, or fewer prompts a batch: the pixels of one take {needed:.1f} GiB here, and"
-        raise fail(key, value, f"{words} {free:.1f} GiB are free (docs/own_job.md#images)")
+        words = (
+            f"the images of a batch need {needed:.1f} GiB on this machine ({_PIXEL_COPIES} copies of their pixels), and"
+        )
+        words = f"{words} {free:.1f} GiB are free: make them smaller, or data.train_batch_size (docs/own_job.md#memory)"
+        raise fail(key, value, words)
 
 
 def file_rows(dataset: Any) -> Sequence[int]:

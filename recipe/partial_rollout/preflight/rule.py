@@ -85,7 +85,7 @@ def broken(rules: Iterable[Rule], config: DictConfig) -> Iterator[ConfigError]:
 
 def only(key: str, wanted: Any, why: str = "") -> Rule:
     """One value; null counts as False."""
-    words = "null" if wanted is None else str(wanted)
+    words = f"must be {'null' if wanted is None else wanted}"
     return Rule(key, lambda value, _: (value or False) == (wanted or False), words, why)
 
 

@@ -133,7 +133,11 @@ _PARTIAL_ROLLOUT = (
         only("rollout.enable_rollout_routing_replay", False, _NEWER_ROUTES),
         one_of(ROUTER_REPLAY, ("disabled", "R2", None), _NEWER_ROUTES),
         only("rollout.disaggregation.enabled", False, "a resumed sample is prefilled on the replica that decodes it"),
-        only("rollout.full_determinism", False, "every request is seeded alike: a resumed sample would draw old noise"),
+        only(
+            "rollout.full_determinism",
+            False,
+            "every engine call gets the same seed, so a resumed call would repeat the random numbers of its first tokens",
+        ),
         *where(
             "partial_rollout.resume_kv=keep",
             only("rollout.enable_prefix_caching", True, "the kept KV cache is found by its prefix"),

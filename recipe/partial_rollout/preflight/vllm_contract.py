@@ -149,7 +149,8 @@ def check_vllm(config: DictConfig) -> Iterator[ConfigError]:
     if not tolerance:
         return
     if first := next(lacks(entries(NEEDED)), None):
-        yield ConfigError(f"vLLM {releases.vllm()} lacks what the recipe takes from it: {first}")
+        remedy = f"install one of {', '.join(releases.TESTED)}"
+        yield ConfigError(f"vLLM {releases.vllm()} lacks what the recipe takes from it: {first}; {remedy}")
     else:
         say(tolerance)
 

@@ -61,4 +61,6 @@ class DeviceUse:
                 self._seen.append((time.time(), self._sample()))
                 time.sleep(self._every_s)
         except Exception as error:
-            say(f"warning: rollout/device_use ends here, NVML no longer answers ({error})")
+            say(
+                f"warning: NVML no longer answers ({error}): rollout/device_use is no longer recorded; the training goes on"
+            )

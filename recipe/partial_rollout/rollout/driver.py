@@ -291,7 +291,7 @@ class Driver:
         # First: the lengths of the interrupted samples are part of this step's metrics.
         if self._stops:
             await self._collect()
-        # Validation's have other names, and may have been made beside.
+        # Calls of a validation may be among them; their sample names have no "#".
         ended = await self._guard.wait(self._guard.ask("take_calls"), "asking the workers for their calls", key=None)
         calls = [call for calls in ended for call in calls if "#" in call.sample]
         summary: StepSummary = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
@@ -341,7 +341,7 @@ class Driver:
         if runs_on:
             await self._guard.wait(self._control.resume(), "resuming the replicas", key=None)
             await self._open()
-            # Of the step that was trained last.
+            # ``_version + 1`` is the step that was trained last.
             self._recorder.phase("flush", self._version + 1, began)
 
     async def load(self, checkpoints: RunCheckpoints) -> None:

@@ -32,7 +32,7 @@ from recipe.partial_rollout.terminal import say
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A batch that the trainer has; moments in unix seconds."""
+    """The batch that the trainer has, and the times of its round (unix seconds)."""
 
     step: int
     ready: ReadyBatch
@@ -230,8 +230,10 @@ def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> d
 
 
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
-    """Staleness (versions), shares (0 to 1) of off-policy tokens and of samples (and their tokens) that several versions
-    made, most engine calls of a sample, and tokens decoded for samples and not trained, of the trained batch.
+    """Return the metrics of the trained batch.
+
+    They are staleness in versions; the share (0 to 1) of off-policy tokens; the share of samples that several versions
+    made, and of their tokens; the largest number of engine calls of a sample; and tokens that were decoded and not trained.
 
     Args:
         trained: the records of ``groups``.

@@ -110,7 +110,7 @@ class ServerControl:
         }
 
     async def kv_tokens(self) -> int | None:
-        """Tokens that the smallest KV cache of all replicas holds; None if a replica does not say."""
+        """Return the capacity, in tokens, of the smallest KV cache; None if a replica does not know its own."""
         known = await self._all("asking for kv_tokens of", _asking("kv_tokens"))
         return None if None in known.values() else min(known.values(), default=None)
 
@@ -145,7 +145,7 @@ class ServerControl:
             logger.warning("vLLM replica %s is back as %s", address, replica.server_address)
 
     async def _all(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[str, Any]:
-        """Ask every living replica; those that die of it are left out from then on. The others' answers by address."""
+        """Return the answers of all living replicas by address. One that turns out dead is left out from then on."""
         found: dict[str, Any] = {}
         for replica, answer in (await self._answers(what, ask)).items():
             if not isinstance(answer, BaseException):

@@ -68,7 +68,7 @@ class RunFiles:
             write_atomically(metrics, b"".join(kept))
         # What a start that failed before its first step has left is nothing to return to.
         if (lost and not continues) or any(aside.glob("global_step_*")):
-            say(f"{aside} has what this start supersedes; only trainer.resume_mode=resume_path reads it")
+            say(f"moved what this start replaces to {aside}; trainer.resume_mode=resume_path can resume it")
         if lost and (continues or chosen is None):
             which = f"steps {min(lost)} to {max(lost)} are" if len(lost) > 1 else f"step {lost[0]} is"
             say(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")

@@ -126,7 +126,8 @@ def inputs(
         ValueError: one is missing, or cannot be trusted; in one line.
     """
     if record and record.settings.separate:
-        raise ValueError(f"{record.directory}: placement=separate; the forecast plays engines and trainer in turns")
+        words = "its engines decode while it trains, and the forecast is for engines and trainer that take turns"
+        raise ValueError(f"{record.directory}: {words}; give a run with placement=colocated")
 
     def size(option: str, setting: str) -> int:
         if (given := getattr(options, option)) is not None:

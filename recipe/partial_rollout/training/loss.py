@@ -104,7 +104,7 @@ def worker_loss(
 
 
 def config_of(actor: DictConfig) -> ActorConfig:
-    """verl's config of the actor, for its losses; a dual clip that is left out bounds nothing."""
+    """Return verl's actor config as its losses read it; where ``clip_ratio_c`` is null it is ``NO_DUAL_CLIP``, no bound."""
     config = omega_conf_to_dataclass(actor)
     return replace(config, clip_ratio_c=NO_DUAL_CLIP) if config.clip_ratio_c is None else config
 
@@ -174,7 +174,9 @@ def corrected_ppo_loss(
 
 def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the parts of the masked tokens [B, R], by the names under which they are reported."""
-    return {f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()}
+    return {
+        f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()
+    }
 
 
 def _divisible(data: TensorDict) -> TensorDict:
@@ -192,7 +194,9 @@ def _divisible(data: TensorDict) -> TensorDict:
 def _weighted(
     policy: ProximalPolicy, padded: TensorDict, current: torch.Tensor, *, recomputed: bool
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the behaviour weights [B, R] of the policy before the update, None for none, and metrics [B, R].
+    """Return the behaviour weights [B, R], with the update's own log-probs as the proximal policy, and metrics [B, R].
+
+    The weights are None if the run has none.
 
     Args:
         current: [B, R], the log-probs of that policy. recomputed: whether the batch has those that verl recomputed.

@@ -108,9 +108,10 @@ class StepLog:
             return None
         self._warned = True
         return (
-            f"warning: in step {step} dynamic sampling discarded {groups:.0f} groups whose samples have equal "
-            f"{filters.metric} and different scores: algorithm.filter_groups.metric=seq_final_reward compares the scores. "
-            f"Leave {filters.metric} if they differ by what should not decide (DAPO's penalty on length)"
+            f"warning: in step {step} dynamic sampling discarded {groups:.0f} groups whose samples have the same "
+            f"{filters.metric} and different scores. To compare the scores, set "
+            f"algorithm.filter_groups.metric=seq_final_reward. Keep {filters.metric} if they differ only by a term that "
+            f"should not decide, such as DAPO's penalty on length"
         )
 
     def data_ended(self, step: int) -> str:
@@ -234,8 +235,9 @@ def not_finite(data: Mapping[str, Any], step: int) -> str | None:
     if not broken:
         return None
     return (
-        f"warning: at step {step} not finite: {', '.join(broken)}. FSDP skips an update without a finite gradient; others "
-        f"spoil the weights. Look at the rewards and log-probs of its batch; if it recurs, resume an earlier checkpoint"
+        f"warning: step {step} has metrics that are not finite: {', '.join(broken)}. FSDP skips an update whose gradient "
+        f"is not finite; Megatron applies it, which spoils the weights. Look at the rewards and log-probs of this batch. "
+        f"If it recurs, resume an earlier checkpoint"
     )
 
 

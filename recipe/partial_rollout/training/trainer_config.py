@@ -45,7 +45,7 @@ def choose_attention(config: DictConfig) -> None:
         if problem and chosen == FLASH:
             raise fail(f"{path}.{_ATTENTION}", chosen, f"{installed}, or null: {remedy}")
         if chosen == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
-            raise fail(f"{path}.{_ATTENTION}", chosen, f"{PADDED} with {path}.use_remove_padding=False")
+            raise fail(f"{path}.{_ATTENTION}", chosen, f"must be {PADDED} with {path}.use_remove_padding=False")
         # platform=cpu names the packed one for models of every kind.
         if (problem and chosen is None) or (chosen == NAME and not packs):
             OmegaConf.update(config, f"{path}.{_ATTENTION}", installed, force_add=True)
@@ -56,7 +56,7 @@ def choose_attention(config: DictConfig) -> None:
             for key in (f"{engine}{part}.{_SEQUENCE_PARALLEL}" for engine in engines for part in ("", ".fsdp_config")):
                 if (size := OmegaConf.select(config, key) or 1) > 1:
                     instead = remedy if problem else f"{path}.{_ATTENTION}=null"
-                    raise fail(key, size, f"1 with any attention but {FLASH} ({instead})")
+                    raise fail(key, size, f"must be 1 with any attention but {FLASH} ({instead})")
     if fallen:
         instead = f"; for verl's default, {FLASH}, {remedy}" if problem else ""
         say(f"attention of {' and '.join(fallen)}: torch's own{instead}")

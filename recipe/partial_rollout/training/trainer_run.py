@@ -111,7 +111,7 @@ class TrainerRun(_VerlsTrainer):
         """the last step whose training is in the log"""
         # verl looks the replica class up when it makes the workers.
         replica.register()
-        # The preflight has read the limits; here verl's save must not find them.
+        # Clear verl's ``max_*_ckpt_to_keep``: the recipe removes old checkpoints itself, after the new one is sealed.
         claim_retention(config.trainer, critic=need_critic(config))
         # Last: verl's constructor makes the dataloader, and ``_offer`` reads what is set above.
         super().__init__(config, *args, **kwargs)
@@ -122,7 +122,10 @@ class TrainerRun(_VerlsTrainer):
         return self.driver is not None and self.driver.exhausted
 
     def _offer(self, loader: Any) -> None:
-        """Make ``loader``, verl's, the data of the run."""
+        """Take over verl's ``loader``, and limit the training to the steps that its data suffice for.
+
+        Under PR, prompts come from it through a ``PromptSource``, and verl gets a ``SlotLoader``.
+        """
         epochs, wanted = self.config.trainer.total_epochs, self.total_training_steps
         # verl validates and saves in the step that it expects to be the last.
         self.total_training_steps = min(wanted, len(loader) * epochs)
@@ -219,7 +222,7 @@ class TrainerRun(_VerlsTrainer):
             self._only_validate(loop)
             return
         with self.stop.caught():
-            # Of a process before this one.
+            # An earlier process of the run may have left it.
             (files.directory / ERROR_LOG).unlink(missing_ok=True)
             if files.checkpoints.resumed_step >= self.total_training_steps:
                 say(f"nothing to do: {files.checkpoints.chosen} is the checkpoint of the last step")
@@ -322,7 +325,10 @@ class TrainerRun(_VerlsTrainer):
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
-        """Save a checkpoint of the last completed step; the manager's state includes what was decoded since."""
+        """Save a checkpoint of the last completed step.
+
+        Under PR it includes the tokens decoded since, but for those of unfinished conversations.
+        """
         step = self.files.completed_step
         if step and self.config.trainer.save_freq > 0:
             self.global_steps = step

@@ -61,7 +61,7 @@ class RecipeCheckpointManager:
         driver: Driver | None,
     ) -> None:
         self._verls, self._recorder, self._end_step, self._driver = verls, recorder, end_step, driver
-        # Of the class and not of the name: a user may register a backend with a cache.
+        # Ask the class, not the backend's name: a user may register a backend of their own with a cache.
         self._cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
         self._freeing: list[Any] = []
         """references to the trainers' removal of what was loaded"""
@@ -182,7 +182,7 @@ async def _all(refs: Iterable[Awaitable[Any]], failed: str) -> list[Any]:
 
 
 async def _watch(replicas: Sequence[RolloutReplica], what: str) -> NoReturn:
-    """Ask the replicas, for ever, for the error of their side."""
+    """Ask ``replicas`` again and again; raise ``RolloutFailedError`` once one reports a failed sync or has died."""
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
         await _raise_failure(replicas, what)

@@ -110,7 +110,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     def open_round(self) -> None:
         """Allow engine calls from here on."""
-        # A round of separate placement has no end for garbage to wait for.
+        # With separate placement rounds do not stop, so collections cannot be postponed to their end.
         if self.config.partial_rollout.placement == Placement.COLOCATED:
             postpone_full_collections()
         self._claims.open.set()
@@ -124,7 +124,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
     async def flush(self) -> None:
         """Wait until the manager knows everything of the closed round."""
-        # A worker that replaces another has closed none.
+        # A worker that replaced a dead one has closed no round yet.
         await (self._reporting or self._claims.reported())
 
     async def _run_leased(self, sample: LiveSample) -> SampleOutput:

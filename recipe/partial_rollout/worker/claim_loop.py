@@ -191,7 +191,7 @@ class ClaimLoop:
                 sample.task = asyncio.create_task(self._run_sample(sample), name=sample.id)
             sample.slot_requested = False
             sample.leased.set()
-            # Of hundreds that begin at once each waits for the others.
+            # Hundreds of agent loops may start at once and delay each other, so the timer allows for all of them.
             self._arm_release_timer(sample, _BEGIN_S * len(leases))
 
     async def _run_sample(self, sample: LiveSample) -> None:
@@ -234,10 +234,10 @@ class ClaimLoop:
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        """Entered once the sample holds a slot in an open round; several calls of a sample share it.
+        """Context of an engine call: entered once the sample has a slot and the round is open.
 
-        All together they are no more requests than the worker has slots: a second call of a sample takes the place of a
-        sample that has a slot and does not decode, or waits.
+        Calls of one sample share its slot. A worker never runs more requests than it has slots: a second call of a sample
+        takes the place of a sample that has a slot and does not decode. If there is none, it waits.
 
         Raises:
             asyncio.CancelledError: the agent loop has ended and left the call behind.
@@ -282,7 +282,7 @@ class ClaimLoop:
             self._ask_for_slot(sample)
 
     def _arm_release_timer(self, sample: LiveSample, begin_s: float = 0.0) -> None:
-        """Start the timer that releases the slot of an idle sample; of one that calls or has ended, stop it.
+        """Restart the timer that releases the slot of an idle sample; stop it if the sample calls the engine or has ended.
 
         Args:
             begin_s: seconds until its agent loop can have made an engine call.
@@ -310,7 +310,7 @@ class ClaimLoop:
 
 
 def _require_listener(sample: LiveSample) -> None:
-    """Cancel an engine call that an agent loop has left behind: it may not hold or ask for the slot of another sample."""
+    """Raise ``CancelledError`` in an engine call whose agent loop has ended: the call must not take a slot any more."""
     if sample.ended:
         raise asyncio.CancelledError(
             f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"

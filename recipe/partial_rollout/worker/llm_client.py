@@ -264,7 +264,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                     # The driver notices the death too, and restarts the replica before the next weight sync.
                     if not self.replicas.leave(request.address):
                         raise
-                    # Another replica lives.
+                    # Ask again: `take` chooses a living replica.
                     continue
                 for segment in self._segments(last, budget - len(done)):
                     # A stop string in an earlier version's tokens ends the turn, and what follows it is dropped.

@@ -198,7 +198,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
-        """Return what makes the agent loop of this name, without composing the whole configuration for every sample."""
+        """Return the factory of agent loop ``agent_name``.
+
+        A loop with nothing but ``_target_`` is made by its class: hydra would compose the whole configuration each time.
+        """
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
             raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")

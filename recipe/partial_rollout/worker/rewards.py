@@ -178,8 +178,9 @@ class RewardWorkers:
         path = self._config.reward.custom_reward_function.path
         restarts = self._config.partial_rollout.failures.worker_restarts
         raise InfraError(
-            f"no reward worker answers (reward.num_workers): {path or 'a scorer of verl'} does not load, or has ended each "
-            f"more than partial_rollout.failures.worker_restarts={restarts} times; the first: {one_line(self._died_of)}"
+            f"no reward worker of reward.num_workers is left: {path or 'a scorer of verl'} does not load, or has ended "
+            f"each more often than partial_rollout.failures.worker_restarts={restarts} allows; the first death: "
+            f"{one_line(self._died_of)}"
         ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:

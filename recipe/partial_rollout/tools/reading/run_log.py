@@ -35,7 +35,9 @@ def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
         begun |= isinstance(event, RunSettings)
         if not begun:
-            raise RunRecordError(f"{place}: the first event should be that of a process, 'run'")
+            raise RunRecordError(
+                f"{place}: the log does not begin with an event 'run', so its beginning is missing; give another run"
+            )
         if isinstance(event, Round):
             event = structs.replace(event, phase=structs.replace(event.phase, calls=_columns(event, place)))
         yield event

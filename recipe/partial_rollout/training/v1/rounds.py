@@ -101,9 +101,8 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
         ValueError: the batch has a tensor that would be lost.
     """
     if unknown := sorted(set(batch.batch.keys()) - _MADE_OF):
-        raise ValueError(
-            f"{', '.join(unknown)}: the recipe's batches under v1 have no such tensor (trainer.use_v1=False)"
-        )
+        names = ", ".join(unknown)
+        raise ValueError(f"under trainer.use_v1=True the tensors {names} of a batch would be lost; set it to False")
     width = batch.batch["prompts"].shape[1]
     sizes = batch.batch["attention_mask"][:, :width].sum(1).tolist()
     lengths = batch.batch["attention_mask"][:, width:].sum(1).clamp(min=1).tolist()
