@@ -220,7 +220,7 @@ def test_prompts_count_the_tokens_of_their_images(check):
 
 def test_images_whose_batch_does_not_fit_are_refused(check, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
-    with pytest.raises(ConfigError, match=r"^data\.train_files=.*smaller images, or fewer prompts .* 0.0 GiB are free"):
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*the images of a batch need .* 0.0 GiB are free"):
         check([row(0, "r", 128)] * 3, UNFILTERED, "data.max_prompt_length=512")
 
 

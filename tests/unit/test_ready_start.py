@@ -62,7 +62,7 @@ def test_file_that_ships_fits_the_sources_and_the_model(task):
     wanted = {name: tuple(weight.shape) for name, weight in state.items() if "lm_head" not in name}
     assert {name: weight.shape for name, weight in weights.items()} == wanted
     # A model that sees has a tower, and rows of placeholders, which are large.
-    size, most = (1_000_000, 0.01) if task == "pictures" else (700_000, 0.005)
+    size, most = (1_000_000, 0.015) if task == "pictures" else (700_000, 0.005)
     assert ready_start.packed_file(task).stat().st_size < size and 0 < error < most
 
 

@@ -83,7 +83,7 @@ def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
     ("arguments", "said"),
     [
         (("--task", "chain_sums"), "--task=chain_sums: one of "),
-        (("--task", "chain_sum", "--config", "{digits"), "--config={digits: an object in JSON"),
+        (("--task", "chain_sum", "--config", "{digits"), "--config={digits: must be a JSON object"),
         (("--task", "chain_sum", "--config", '{"digits": 1}'), "options that chain_sum takes ("),
         (("--task", "chain_sum", "--config", '{"max_digits": 0}'), "max_digits must be >= min_digits"),
         (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),

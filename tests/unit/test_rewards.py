@@ -210,7 +210,7 @@ async def test_reward_calls_go_to_the_workers_that_live_until_there_is_none(monk
     await score(workers, 50)
     assert (calls(dead), calls(living)) == (0, 50) and dead.__ray_ready__.remote.await_count == 1
     living.__ray_ready__.remote.side_effect = DIED
-    with pytest.raises(InfraError, match=r"\(reward\.num_workers\): my_reward\.py .*worker_restarts=3 times"):
+    with pytest.raises(InfraError, match=r"reward\.num_workers is left: my_reward\.py .*worker_restarts=3 allows"):
         await score(workers)
 
 

@@ -71,7 +71,9 @@ class RequestFacts:
 
 
 class AdmittingEngine:
-    """vLLM's ``AsyncLLM`` whose ``generate`` reports when a request is admitted; everything else is the engine's own.
+    """vLLM's ``AsyncLLM`` with its own ``generate`` and ``pause_generation``; everything else is the engine's.
+
+    ``generate`` reports when a request is admitted, and by default gives only its last output.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -177,7 +179,10 @@ def _thin(output: RequestOutput) -> None:
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:
-    """Return the seconds that a request was queued; it arrived at ``began`` (monotonic). Without a token: to its end."""
+    """Return the seconds that a request was queued. It arrived at ``began`` (monotonic).
+
+    Without vLLM's statistics the result is 0 if the request made a token, else the time until its end.
+    """
     stats = output.metrics
     if stats is not None and getattr(stats, "scheduled_ts", None):
         return max(0.0, stats.scheduled_ts - stats.queued_ts)
@@ -283,7 +288,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """Do as verl's, but keep the error of a failed weight sync."""
+        """Do as verl's, but keep the first error of a weight sync."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
@@ -293,7 +298,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             raise
 
     async def weight_sync_error(self) -> str | None:
-        """Return why the last weight sync failed in this server's engine, or None."""
+        """Return the first error of a weight sync in this server's engine; None if none has failed."""
         return self._weight_sync_error
 
     async def check_alive(self) -> None:

@@ -203,7 +203,10 @@ class ManagerActor:
         return ReadyBatch(decided_at, groups, self._carried)
 
     async def finish_step(self) -> StepSummary:
-        """The trainer has updated on its batch; if the round was stopped, the workers have reported all of it."""
+        """Mark the batch's groups as TRAINED and return the step's summary.
+
+        Call it after the trainer's update. If the round was stopped, all workers must have reported before.
+        """
         # Here, because interrupted samples have reported by now, and the batch's groups are still TAKEN.
         metrics = self._manager.metrics() | self._gauges
         admitted, filtered = self._manager.groups.train()

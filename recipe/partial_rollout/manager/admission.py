@@ -123,7 +123,7 @@ class Admission:
 
     @property
     def ceiling(self) -> int:
-        """Most groups, unfinished or ready, that can all be trained before they are older than ``max_staleness``."""
+        """Limit on ``pacing_load``: so many groups can be trained within ``max_staleness`` versions."""
         return (1 + self.settings.max_staleness) * self.settings.batch_groups
 
     def allows(

@@ -1,4 +1,8 @@
-"""Metrics of steps and phases, computed alike for dashboard, report and forecast."""
+"""Metrics that are computed from the log, alike for dashboard, report and forecast.
+
+A step's other metrics have their names where they are made: ``rollout/recorder.py``, ``manager/prompts_manager.py``,
+``training/loss.py`` and ``training/agent_loop_manager.py``.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ class DeviceUse:
 
     @classmethod
     def of_this_node(cls) -> DeviceUse | None:
-        """None where NVML, or a device, is missing, or Ray has only some of the devices: others' jobs run on the rest."""
+        """Sample the GPUs of this node. Return None if NVML or a GPU is missing, or if Ray has only some of them.
+
+        Other jobs may run on the GPUs that Ray does not have.
+        """
         try:
             import pynvml
 

@@ -214,7 +214,9 @@ def _plain(messages: Any) -> Messages:
     try:
         return [_plain_message(message) for message in messages]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ChatError(f"messages: {type(error).__name__}: {error}") from error
+        raise ChatError(
+            f"messages cannot be read ({type(error).__name__}: {error}): each needs a role, and text as content"
+        ) from error
 
 
 def _arguments(text: str) -> Any:

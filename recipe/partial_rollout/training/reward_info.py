@@ -22,7 +22,7 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, rena
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """Return an array of objects, [len(values)], also where ``values`` are sequences of one length."""
+    """Return a 1-D array of objects, [len(values)], even if all ``values`` are sequences of the same length."""
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)
     return array

@@ -176,7 +176,7 @@ def step_line(data: Mapping[str, Any], step: int, total: int, settings: PartialR
 
 
 def discarded(groups: int, trained: int, settings: PartialRolloutConfig) -> str:
-    """Say how many groups dynamic sampling has discarded, beside those ``trained``."""
+    """Return, as text, how many groups dynamic sampling has discarded, of these and the ``trained`` ones."""
     metric = settings.group_filter and settings.group_filter.metric
     return f"discarded {groups:,} of {groups + trained:,} groups (equal {metric})"
 

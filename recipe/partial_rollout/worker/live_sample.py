@@ -117,7 +117,7 @@ def context_hash(tokens: np.ndarray | None = None) -> hashlib.blake2b:
 
 
 def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
-    """Digest of an engine call's request: the digests of its context and its images, and its sampling parameters."""
+    """Hash a request: ``context`` (the joined digests of its prompt and images) and its sampling parameters."""
     params = repr(sorted(sampling_params.items()))
     return hashlib.blake2b(context + params.encode(), digest_size=16).hexdigest()
 
@@ -307,7 +307,9 @@ def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Corout
 def timed(
     tools: list[Any], clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
 ) -> list[Any]:
-    """Return ``tools`` as verl loads them (``load_all_tools``) for one agent loop, in whatever thread it calls them.
+    """Wrap ``tools`` for one agent loop: each call has a deadline, and what a tool raises is recorded.
+
+    ``tools`` are as verl loads them (``load_all_tools``). The loop may call them in any thread.
 
     Args:
         clock: of the agent loop; it ends when a call is late.

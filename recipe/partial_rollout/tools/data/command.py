@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.place and (len(options.names) > 1 or MADE in options.names):
-            raise DataError(f"--from={options.place}: of one NAME, whose problems are not made here as {MADE}'s are")
+            raise DataError(
+                f"--from={options.place}: give exactly one NAME, and not {MADE}, whose problems are made here"
+            )
         rows = [
             row
             for name in options.names

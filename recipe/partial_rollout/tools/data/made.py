@@ -63,7 +63,7 @@ def _settings(tasks: list[str], text: str) -> dict[str, dict]:
         if not isinstance(given, dict):
             raise ValueError("not an object")
     except ValueError as error:
-        raise DataError(f"--config={text}: an object in JSON ({error})") from error
+        raise DataError(f"--config={text}: must be a JSON object ({error})") from error
     if len(tasks) == 1:
         return {tasks[0]: given}
     if unknown := sorted(given.keys() - set(tasks)):

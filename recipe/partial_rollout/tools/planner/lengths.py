@@ -23,7 +23,9 @@ class LengthTrace:
 
     def __post_init__(self) -> None:
         if self.groups.ndim != 2 or not self.groups.size or self.groups.min() < 1:
-            raise ValueError("a length trace is a table of at least one group, its lengths at least 1 token")
+            raise ValueError(
+                "no response lengths to plan with: give at least one trained group with lengths of at least 1 token"
+            )
 
     @classmethod
     def of_run(cls, run: RunRecord) -> Self:
