@@ -174,7 +174,9 @@ def corrected_ppo_loss(
 
 def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the parts of the masked tokens [B, R], by the names under which they are reported."""
-    return {f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()}
+    return {
+        f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()
+    }
 
 
 def _divisible(data: TensorDict) -> TensorDict:
