@@ -1,6 +1,6 @@
 """The example loop that compacts, decoding greedily: what it says depends on the weights alone."""
 
-from recipe.partial_rollout.tasks.calculator.compacting import CompactingLoop
+from recipe.partial_rollout.tasks.compacting import CompactingLoop
 
 
 class GreedyLoop(CompactingLoop):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.partial_rollout.tasks.calculator.compacting import CompactingLoop
 from recipe.partial_rollout.tasks.calculator.conversation import call
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.clock10.reward import compute_score
+from recipe.partial_rollout.tasks.compacting import CompactingLoop
 from tests.unit.loop_life import Engine, Life, config_of, play
 from tests.unit.test_chat_endpoint import ASSISTANT, BUILDER, EOS
 

@@ -354,24 +354,26 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
-    def _postprocess(  # type: ignore[override]
-        self, samples: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
+    def _postprocess(
+        self, inputs: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
     ) -> DataProto:
-        """Do as verl's on the rows of ``samples``, with what rewards say in one column of dictionaries.
+        """Do as verl's on the rows of samples, with what rewards say in one column of dictionaries.
 
-        Samples may have different keys.
+        Args:
+            inputs: rows of each sample; samples may have different keys.
+            input_non_tensor_batch: columns of the samples.
         """
-        inputs = [row for rows in samples for row in rows]
-        owners = np.repeat(np.arange(len(samples)), [len(rows) for rows in samples])
+        rows = [row for sample in inputs for row in sample]
+        owners = np.repeat(np.arange(len(inputs)), [len(sample) for sample in inputs])
         columns = {key: column[owners] for key, column in (input_non_tensor_batch or {}).items()}
-        if any(each.response_logprobs is None for each in inputs):
+        if any(each.response_logprobs is None for each in rows):
             # verl takes those of all, or of none.
-            for each in inputs:
+            for each in rows:
                 each.response_logprobs = None
-        infos = np.empty(len(inputs), dtype=object)
-        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
-        data = super()._postprocess(inputs, columns, **kwargs)
+        infos = np.empty(len(rows), dtype=object)
+        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in rows]
+        data = super()._postprocess(rows, columns, **kwargs)
         data.non_tensor_batch[REWARD_INFO] = infos
         if self.config.trainer.use_v1:
-            data.non_tensor_batch[ROW] = np.concatenate([np.arange(len(rows)) for rows in samples])
+            data.non_tensor_batch[ROW] = np.concatenate([np.arange(len(sample)) for sample in inputs])
         return data

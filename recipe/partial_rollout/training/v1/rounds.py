@@ -155,4 +155,4 @@ def give_versions(batch: KVBatchMeta) -> None:
     fillers = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
     if fillers:
         rows = [{"rollout_versions": torch.full((1,), -1, dtype=torch.int32)} for _ in fillers]
-        tq.kv_batch_put(keys=fillers, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows))
+        tq.kv_batch_put(keys=fillers, partition_id=_PARTITION, fields=list_of_dict_to_tensordict(rows))

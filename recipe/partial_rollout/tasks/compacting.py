@@ -60,9 +60,10 @@ class CompactingLoop(AgentLoopBase):
         super().__init__(*args, **more)
         self._budget = budget
 
-    async def run(self, sampling_params: dict[str, Any], *, raw_prompt: Any, **columns: Any) -> list[AgentLoopOutput]:  # type: ignore[override]
+    async def run(self, sampling_params: dict[str, Any], **columns: Any) -> list[AgentLoopOutput]:  # type: ignore[override]
         """Return a row for each context."""
-        problem, name = await self.ct_build_initial_tokens(list(raw_prompt)), uuid4().hex
+        problem, name = await self.ct_build_initial_tokens(list(columns["raw_prompt"])), uuid4().hex
+        tokenizer: Any = self.tokenizer
         rows = [_Row(problem)]
         for _ in range(_MOST_TURNS):
             row = rows[-1]
@@ -73,11 +74,11 @@ class CompactingLoop(AgentLoopBase):
                 sampling_params={**sampling_params, "max_tokens": room},
             )
             row.add(turn.token_ids, turn.log_probs or [0.0] * len(turn.token_ids))
-            call = _CALL.search(self.tokenizer.decode(turn.token_ids))
+            call = _CALL.search(tokenizer.decode(turn.token_ids))
             if call is None or len(row.response_ids) >= self.rollout_config.response_length:
                 break
             said = f"\n{TURN_START}tool\n{evaluate(call[1])}{TURN_END}\n{TURN_START}assistant\n"
-            value = self.tokenizer.encode(said, add_special_tokens=False)
+            value = tokenizer.encode(said, add_special_tokens=False)
             if len(row.response_ids) + len(value) < self._budget:
                 row.add(value, None)
             else:
