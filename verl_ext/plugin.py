@@ -9,6 +9,7 @@ release alone. Before verl is imported, the recipe's start-up judges vLLM's (``c
 from verl_ext import (
     behaviour_weights,
     chunked_log_probs,
+    joined_rows,
     packed_attention,
     reward_workers,
     sockets,
@@ -34,6 +35,7 @@ IN_RECIPE = (
     ("verl.trainer.ppo.core_algos", trained_rows.patch_estimators),
     ("verl.trainer.ppo.ray_trainer", trained_rows.patch_trainer),
     ("verl.trainer.ppo.v1.trainer_base", trained_rows.patch_means),
+    ("verl.trainer.ppo.v1.trainer_base", joined_rows.patch),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.know_geometric),
     ("verl.trainer.ppo.rollout_corr_helper", behaviour_weights.survive_masks),
     ("verl.experimental.reward_loop.reward_loop", reward_workers.patch),

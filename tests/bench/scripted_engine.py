@@ -118,7 +118,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:
         # verl's own set-up is left out: no tokenizer, no rewards, no configuration.
         self.config = SimpleNamespace(  # type: ignore[assignment]
-            trainer=SimpleNamespace(save_freq=-1),
+            trainer=SimpleNamespace(save_freq=-1, use_v1=False),
             partial_rollout=SimpleNamespace(
                 placement=placement,
                 failures=SimpleNamespace(**{**defaults_of(FailureLimits), "sample_timeout_s": None}),

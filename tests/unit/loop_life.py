@@ -146,6 +146,7 @@ class LoopWorker(ScriptedWorker):
         limits = self.config.partial_rollout.failures
         limits.sample_timeout_s, limits.tool_timeout_s = life.sample_timeout_s, 10.0
         self.config.trainer.save_freq, self.config.data = life.save_freq, {}
+        self.config.trainer.use_v1 = life.use_v1
         sampling = {"top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
         agent = SimpleNamespace(default_agent_loop="mine")
         self.rollout_config = SimpleNamespace(
@@ -182,9 +183,10 @@ class Life:
     def __init__(
         self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
         scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(), save_freq=-1,  # noqa: B008 - frozen
-        engine=None, **limits,
+        engine=None, use_v1=True, **limits,
     ):  # fmt: skip
         self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
+        self.use_v1 = use_v1
         self.tools, self.sample_timeout_s, self.save_freq = ToolCalls(release_after_s), sample_timeout_s, save_freq
         self.config, self.functions = config or config_of(), functions
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
@@ -257,8 +259,8 @@ class Life:
         await self.actor.finish_step()
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
-            for output in group.outputs:
-                self.check(output)
+            for row in group.rows:
+                self.check(row)
         rollout = self.config.actor_rollout_ref.rollout
         assemble_batch(batch.groups, ["u"] * len(batch.groups), rollout.prompt_length, rollout.response_length, 0)
         return [output for group in batch.groups for output in group.outputs]
@@ -302,12 +304,12 @@ class Life:
             assert output.log_probs[i] == np.float32(log_prob(whole[:at], version))
 
     async def validate(self, row):
-        """What the loop returns for ``row``, beside the samples that are carried."""
+        """What the loop returns last for ``row``, beside the samples that are carried."""
         assert not self.open
         self.engine.aborting.clear()
         trajectory = {"step": -1, "sample_index": 3, "rollout_n": 0, "validate": True}
         play = partial(self.worker._run_loop, self.worker._maker("mine"), {"temperature": 0.0, "logprobs": True}, row)
-        return await self.worker._attempt(play, trajectory)
+        return (await self.worker._attempt(play, trajectory))[-1]
 
     def figures(self):
         return self.actor._manager.metrics()

@@ -74,15 +74,15 @@ def asking(client, **request):
     return lambda **more: client.chat.completions.create(model="policy", **{"tools": TOOLS, **request, **more})
 
 
-def trained(agent, **settings):
-    """The output of ``agent(chat, client)`` cut after every token, whose first reward fails, and its life."""
+def trained(agent, rows=False, **settings):
+    """The output of ``agent(chat, client)``, or ``rows``, cut after every token, whose first reward fails, and its life."""
     failed = []
 
     async def loop(server, row, params):
         output = None
         async with ChatEndpoint(Agent(server), params) as chat, client_of(chat.url) as client:
             output = await agent(chat, client)
-        return output or chat.output()
+        return output or (chat.outputs() if rows else chat.output())
 
     async def score(output, row):
         if not failed:
@@ -180,6 +180,37 @@ def test_conversation_that_its_client_rewrites_is_refused_by_name(change, refuse
     output, _ = trained(agent)
     assert output.masked == refused
     assert not refused or "the client went on from answers, or with tools" in output.extra_fields["sample_error"]
+
+
+def test_history_that_a_client_rewrites_opens_another_row():
+    async def agent(chat, client):
+        messages = [question()]
+        await converse(asking(client), messages)
+        summary = {"role": "user", "content": f"so far {messages[-1]['content']}"}
+        await converse(asking(client), [question(), messages[1], summary])
+        await converse(asking(client), [summary])
+
+    output, life = trained(agent, rows=True)
+    said = [words(row)[0] for row in output.rows]
+    assert not output.masked and len(said) == 3 and all(each.count("<|im_end|>") >= 2 for each in said)
+    # The second goes on from the first answer of the first, which trains once.
+    assert TOKENIZER.decode(output.rows[2].prompt_ids).startswith("<|im_start|>user\nso far !")
+    assert sum(int(row.response_mask.sum()) for row in output.rows) == life.engine.decoded
+    assert output.metrics["untrained_tokens"] == 0
+
+
+def test_answer_that_its_client_has_asked_for_again_counts_once():
+    async def agent(chat, client):
+        for _ in range(2):
+            await asking(client)(messages=[question()])
+        await converse(asking(client), [question()])
+        for number in (1, 1):
+            await asking(client, tools=None)(messages=[question(number)])
+
+    output, life = trained(agent, rows=True)
+    assert not output.masked and len(output.rows) == 2
+    assert sum(int(row.response_mask.sum()) for row in output.rows) < life.engine.decoded
+    assert TOKENIZER.decode(output.rows[1].prompt_ids).startswith("<|im_start|>user\n1?2=_")
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------------

@@ -59,13 +59,13 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, sample_retries=2, handles=(), parts=()):
+def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False):
     """verl's set-up alone, from its configuration."""
     made = object.__new__(ObservedAgentLoopWorker)
     rollout = {**dict.fromkeys(("temperature", "top_p", "top_k"), 1.0), "prompt_length": P, "response_length": R}
     agent, validation = SimpleNamespace(default_agent_loop="mine"), SimpleNamespace(top_p=1.0, top_k=-1, temperature=0)
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
-    made.config = SimpleNamespace(partial_rollout=limits, data={})
+    made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
     made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
     made.tokenizer, made.tools = byte_tokenizer("", pad_token="<pad>"), []
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
 from tests.unit.loop_life import PROMPT, Life, ask, function, output_of, play
 
-SEPARATOR = 1
+SEPARATOR, CUT = 1, -1
+"""``(CUT, number)`` in a conversation: here it has been rewritten, into a prompt with this number"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Step:
 calls = st.builds(Step, st.just("generate"), tokens=st.integers(1, 12))
 waits = st.builds(Step, st.sampled_from(["sleep", "tool"]), ms=st.sampled_from([0, 1, 5, 20]))
 raises = st.builds(Step, st.sampled_from(["raise once", "raise", "exit", "cancel"]))
-leaves = st.one_of(calls, calls, calls, waits, waits, raises)
+rewrites = st.builds(Step, st.just("rewrite"), keep=st.integers(0, 3))
+leaves = st.one_of(calls, calls, calls, waits, waits, rewrites, raises)
 
 
 def deeper(parts):
@@ -50,6 +52,7 @@ def deeper(parts):
         st.builds(Step, st.just("gather"), parts=several, keep=st.integers(0, 2)),
         st.builds(Step, st.just("wait for"), parts=one, ms=st.sampled_from([1, 8, 30])),
         st.builds(Step, st.sampled_from(["semaphore", "leave", "suppress"]), parts=one),
+        st.builds(Step, st.just("branch"), parts=several, keep=st.integers(0, 3)),
         st.builds(Step, st.just("thread"), parts=st.lists(calls, min_size=1, max_size=2).map(tuple)),
     )
 
@@ -71,6 +74,17 @@ lives = st.fixed_dictionaries(
 )
 
 
+def rows_of(conversation):
+    """``[(prompt, [(token, mask)])]``: the context of a conversation, and those from which it was rewritten."""
+    rows = [(PROMPT, [])]
+    for token, mask in conversation:
+        if token == CUT:
+            rows.append(([SEPARATOR, mask], []))
+        else:
+            rows[-1][1].append((token, mask))
+    return rows
+
+
 class Loops:
     """Runs a row's loop, from its steps."""
 
@@ -81,14 +95,16 @@ class Loops:
     async def __call__(self, client, row, params):
         self.places = self.places or asyncio.Semaphore(self.drawn["places"])
         run = SimpleNamespace(client=client, row=row, params=params, home=asyncio.get_running_loop(), holds=False)
+        run.branches = []
         made = await self.step(self.drawn["loops"][row["number"]], run, [])
-        return output_of(PROMPT, [token for token, _ in made], [mask for _, mask in made])
+        rows = [*run.branches, *rows_of(made)]
+        return [output_of(prompt, [token for token, _ in row], [mask for _, mask in row]) for prompt, row in rows]
 
     async def step(self, step, run, before):
         """``[(token, mask)]`` that ``step`` adds to the conversation ``before``."""
         if step.kind == "generate":
-            prompt = PROMPT + [token for token, _ in before]
-            answer = await ask(run.client, run.params, step.tokens, prompt)
+            prompt, said = rows_of(before)[-1]
+            answer = await ask(run.client, run.params, step.tokens, prompt + [token for token, _ in said])
             return [(token, 1) for token in answer.token_ids]
         if step.kind == "sequence":
             made = []
@@ -102,6 +118,14 @@ class Loops:
             work = asyncio.run, self.step(Step("sequence", parts=step.parts), run, before)
             return await run.home.run_in_executor(None, *work)
         return await getattr(self, step.kind.replace(" ", "_"))(step, run, before)
+
+    async def rewrite(self, step, run, before):
+        return [(CUT, step.keep)]
+
+    async def branch(self, step, run, before):
+        made = await self.step(Step("sequence", parts=step.parts), run, begun := [(CUT, step.keep)])
+        run.branches += rows_of(begun + made)[1:]
+        return [(SEPARATOR, 0), (len(made), 0)]
 
     async def sleep(self, step, run, before):
         await asyncio.sleep(step.ms / 1000)

@@ -227,7 +227,10 @@ OWN = [1] * 5 + [0]
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda ids: [output_of(PROMPT, ids)] * 2, "returned a list of 2 outputs: return the Agent"),
+        (lambda ids: [output_of(PROMPT, ids)] * 2, None),
+        (lambda ids: [output_of(PROMPT, ids), None], "returned a list of NoneType: return the AgentLoopOutput"),
+        (lambda ids: [], "returned an empty list"),
+        (lambda ids: [output_of([7] * 17, ids), output_of(PROMPT, ids)], "a prompt of 17 tokens"),
         (lambda ids: None, "returned NoneType: return the AgentLoopOutput that is trained"),
         (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
         (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
@@ -255,6 +258,15 @@ def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said)
 
     output, _ = trained(shaped)
     assert output.masked == (said is not None) and (said or "") in str(output.extra_fields.get("sample_error"))
+
+
+def test_list_under_the_legacy_trainer_fails_its_sample_in_one_line():
+    async def twice(client, row, params):
+        return [await plain(client, row, params)] * 2
+
+    output, _ = trained(twice, use_v1=False)
+    said = "TypeError: the agent loop returned a list of 2 outputs: trainer.use_v1=True trains several rows of a sample"
+    assert output.masked and said in output.extra_fields["sample_error"]
 
 
 def asks_for(**sampling):

@@ -46,7 +46,7 @@ def worker_of(monkeypatch, *overrides, handles=None):
 
 def score_of(worker, uid="0/7"):
     output = SimpleNamespace(prompt_ids=[1], response_ids=[1], reward_score=None, extra_fields={})
-    return worker._score(output, {"uid": uid})
+    return worker._score([output], {"uid": uid})
 
 
 @pytest.mark.parametrize("manager", ["naive", "rate_limited"])

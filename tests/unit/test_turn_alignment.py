@@ -103,7 +103,7 @@ async def test_token_of_verls_tool_loop_has_its_calls_version_and_log_prob(engin
     workers.claims = Claims()
     client = SampleClient(workers, sample, sample.clock)
     loop = loop_of(config, [function("look", look)], client)
-    made = sample_output(sample, await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}]), 10**6)
+    made = sample_output(sample, [await loop.run({}, raw_prompt=[{"role": "user", "content": "go"}])], 10**6)
     mask = made.response_mask.astype(bool)
     assert (made.response_ids[mask].tolist(), made.versions[mask].tolist()) == (tokens, versions)
     assert made.log_probs[mask].tolist() == log_probs_of(tokens, versions)
@@ -149,7 +149,7 @@ P = [7, 8]
 def test_token_counts_for_the_call_that_made_it_in_its_place(turns, response, mask, given, versions, untrained):
     sample = played(*turns)
     log_probs = None if given is None else (np.array(mask) * np.float32(log_probs_of(response, given))).tolist()
-    made = sample_output(sample, output_of(P, response, mask, response_logprobs=log_probs), 10**6)
+    made = sample_output(sample, [output_of(P, response, mask, response_logprobs=log_probs)], 10**6)
     assert made.versions.tolist() == versions
     assert made.log_probs.tolist() == (np.array(mask) * np.float32(log_probs_of(response, np.abs(versions)))).tolist()
     assert made.metrics["untrained_tokens"] == untrained
@@ -166,14 +166,14 @@ def test_token_counts_for_the_call_that_made_it_in_its_place(turns, response, ma
         (P, [5, 6], [1, 1], [-1.5], "2 tokens with 1 log-probs"),
         (P, [5, 6], [1], [-1.5], "2 tokens with a mask of 1"),
         # The loop has changed its prompt, cut it, or asked a longer one.
-        ([7, 9], [5, 6], [1, 1], None, "2 tokens .* after another context: a loop may not rewrite"),
+        ([7, 9], [5, 6], [1, 1], None, "2 tokens .* after another context: a loop that rewrites"),
         ([8], [5, 6], [1, 1], None, "2 tokens .* after another context"),
         ([1, *P], [5, 6], [1, 1], None, "2 tokens .* after another context"),
     ],
 )
 def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
     with pytest.raises(RuntimeError, match=f"sample 0/0#0: .*{why}.*"):
-        sample_output(played((prompt, 1, [5, 6])), output_of(P, response, mask, response_logprobs=log_probs), 10**6)
+        sample_output(played((prompt, 1, [5, 6])), [output_of(P, response, mask, response_logprobs=log_probs)], 10**6)
 
 
 @pytest.mark.parametrize("trained", [(b"red", b"blue"), (b"blue",), ()])
@@ -182,7 +182,31 @@ def test_answer_to_other_images_is_not_of_the_context_that_is_trained(trained):
     sample, output = played((P, 1, [5, 6]), images=(b"red",)), output_of(P, [5, 6], [1, 1])
     if trained[:1] == (b"red",):
         # A tool's image came after the answer.
-        assert sample_output(sample, output, 10**6, trained).versions.tolist() == [1, 1]
+        assert sample_output(sample, [output], 10**6, [trained]).versions.tolist() == [1, 1]
     else:
         with pytest.raises(RuntimeError, match=r"after another context: .*, images included"):
-            sample_output(sample, output, 10**6, trained)
+            sample_output(sample, [output], 10**6, [trained])
+
+
+def test_each_row_is_matched_to_the_calls_of_its_own_context():
+    """A conversation, its summary under a prompt of its own, and what goes on from the summary; one call is given up."""
+    sample = played((P, 1, [5, 6]), ([*P, 5, 6, 3], 1, [9]), ([4, 9], 2, [7, 8]), ([4, 9, 7], 2, [11, 12, 13]))
+    outputs = [output_of(P, [5, 6, 3, 9], [1, 1, 0, 1]), output_of([4, 9], [7, 8])]
+    outputs[-1].reward_score, outputs[-1].extra_fields = 0.5, {"reward_extra_info": {"acc": 1.0}, "own": "b"}
+    outputs[0].extra_fields = {"own": "a"}
+    made = sample_output(sample, outputs, 10**6)
+    first, last = made.rows
+    assert (first.versions.tolist(), last.versions.tolist()) == ([1, 1, -1, 1], [2, 2])
+    assert first.log_probs[[0, 1, 3]].tolist() == log_probs_of([5, 6, 9], 1)
+    assert [(row.reward_score, row.reward_extra_info) for row in made.rows] == [(0.5, {"acc": 1.0})] * 2
+    assert [row.extra_fields for row in made.rows] == [{"own": "a"}, {"own": "b"}]
+    assert made.metrics["untrained_tokens"] == 3 and made.response_length == 6 and made.staleness(2) == 1
+
+
+def test_token_that_two_rows_train_is_decoded_once():
+    """Branches share the front from which they part."""
+    sample = played((P, 1, [5]), ([*P, 5], 1, [6]), ([*P, 5], 1, [7]))
+    made = sample_output(sample, [output_of(P, [5, 6]), output_of(P, [5, 7])], 10**6)
+    assert made.metrics["untrained_tokens"] == 0 and len(made.generated) == 4
+    with pytest.raises(RuntimeError, match="1 tokens as generated that no engine call made"):
+        sample_output(sample, [output_of(P, [5, 6]), output_of([*P, 5, 6], [7])], 10**6)

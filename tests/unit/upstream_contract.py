@@ -17,11 +17,12 @@ verl.trainer.ppo.v1:PPOTrainerSync <- trainer trainer_run task_runner
     has: tokenizer train_dataset train_dataloader llm_server_manager
         checkpoint_manager actor_rollout_wg replay_buffer reward_loop_manager global_steps total_training_steps
         trainer_mode __init__ init fit _setup _build_replay_buffer _init_dataloader on_init_end prepare_step
-        _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _validate _val_metrics_update
+        _load_checkpoint _save_checkpoint _compute_reward_colocate _update_actor _update_critic _validate
+        _val_metrics_update _get_required_batch_multiple _balance_batch use_critic
         _dump_generations _shutdown_dump_executor get_llm_client get_teacher_client get_reward_handles
         kl_ctrl_in_reward
-verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command trained_rows
-    has: compute_data_metrics compute_variance_proxy_metrics
+verl.trainer.ppo.v1.trainer_base <- v1 trainer verl_command trained_rows joined_rows
+    has: compute_data_metrics compute_variance_proxy_metrics compute_advantage_for_multi_trajectories
     calls: register_trainer(name)
     reads: _enable_hybrid_replicas
 verl.trainer.constants_ppo <- task_runner plugin

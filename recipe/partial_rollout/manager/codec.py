@@ -102,7 +102,10 @@ def encode(
 
 def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
     """Its fields by name; ``asdict`` would copy every token."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
+    found = {each.name: getattr(record, each.name) for each in fields(record)}
+    if isinstance(record, SampleOutput):
+        found["earlier"] = [_fields(row) for row in record.earlier]
+    return found
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -135,7 +138,12 @@ def _groups(state: dict[str, Any]) -> Iterator[PromptGroup]:
 
 
 def _sample(sample_id: str, group: PromptGroup, saved: dict[str, Any]) -> Sample:
-    output = None if saved["output"] is None else SampleOutput(**saved["output"])
+    output = None if saved["output"] is None else _output(saved["output"])
     state = SampleState.WAITING if output is None else SampleState.FINISHED
     segments = [Segment(**fields) for fields in saved["segments"]]
     return Sample(sample_id, group, state, **{**saved, "segments": segments, "output": output})
+
+
+def _output(saved: dict[str, Any]) -> SampleOutput:
+    # A checkpoint of an earlier version of the recipe has single rows.
+    return SampleOutput(**{**saved, "earlier": tuple(map(_output, saved.get("earlier", ())))})

@@ -6,7 +6,7 @@ Each lifecycle is one enum field: only ``Samples`` writes that of a sample, only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -79,7 +79,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """A finished sample, unpadded. ``R`` is its response length: generated and tool tokens."""
+    """A finished sample, unpadded. ``R`` is its response length: generated and tool tokens.
+
+    An agent loop that returned several outputs has trained several rows: this is its last one, which carries the score, and
+    ``earlier`` has those before it. The state machine knows samples only.
+    """
 
     prompt_ids: np.ndarray
     """int32 [prompt_length]"""
@@ -103,6 +107,8 @@ class SampleOutput:
     """whether this replaces a sample that has used up its retries: mask all 0, no reward, ``prompt_ids`` empty"""
     images: tuple[int | bytes, ...] = ()
     """that its tokens show, in order: one of the row's by its place there, one that the loop made as a PNG file"""
+    earlier: tuple[SampleOutput, ...] = ()
+    """rows of the sample before this one, in the order in which its loop returned them"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
@@ -113,18 +119,25 @@ class SampleOutput:
             )
 
     @property
+    def rows(self) -> tuple[SampleOutput, ...]:
+        """What the trainer gets of the sample, each without ``earlier``."""
+        return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
+
+    @property
     def response_length(self) -> int:
-        return len(self.response_ids)
+        """Tokens of all rows."""
+        return sum(len(row.response_ids) for row in (*self.earlier, self))
 
     @property
     def generated(self) -> np.ndarray:
-        """int32 [G]: policy versions of the generated tokens alone."""
-        return self.versions[self.response_mask.astype(bool)]
+        """int32 [G]: policy versions of the generated tokens alone, row after row."""
+        return np.concatenate([row.versions[row.response_mask.astype(bool)] for row in (*self.earlier, self)])
 
     def staleness(self, version: int) -> int:
-        """Versions from its first generated token to the update that starts from ``version``; 0 without tokens."""
+        """Versions from its oldest generated token to the update that starts from ``version``; 0 without tokens."""
         generated = self.generated
-        return int(version - generated[0]) if len(generated) else 0
+        # Rows come in any order: a loop may return a branch that began last before the others.
+        return int(version - generated.min()) if len(generated) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +280,11 @@ class TakenGroup:
     """of its samples, in order; as long as they are not fetched, what stands for them all in the output store"""
     birth: int | None = None
     """policy version under which its first sample started"""
+
+    @property
+    def rows(self) -> list[SampleOutput]:
+        """Of its samples, in order."""
+        return [row for output in self.outputs for row in output.rows]
 
 
 # -- messages between the manager actor, its workers and the driver -----------------------------------------------------

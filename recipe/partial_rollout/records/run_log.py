@@ -134,6 +134,8 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
     """tokens of these that were made by weights older than those that the update starts from"""
     masked: Count = 0
     """samples that used up their retries"""
+    more_rows: Count = 0
+    """rows of the batch beyond one for each sample: of agent loops that returned several outputs"""
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.staleness) == len(self.segments):
@@ -154,7 +156,13 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
             tokens=sum(len(output.generated) for output in outputs),
             off_policy_tokens=int(sum((output.generated < version).sum() for output in outputs)),
             masked=sum(output.masked for output in outputs),
+            more_rows=len(group.rows) - len(outputs),
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that are its samples'."""
+        return len(self.lengths) + self.more_rows
 
     @property
     def epoch(self) -> int:

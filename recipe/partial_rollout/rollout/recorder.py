@@ -111,6 +111,7 @@ class Recorder:
         self.metrics |= {
             **phase_metrics(round_.phase, full, goes_on=self.settings.separate),
             "trained/tokens": sum(group.tokens for group in round_.trained),
+            "trained/rows": sum(group.rows for group in round_.trained),
             "lost_samples": round_.lost_samples,
         }
         optional = {
@@ -244,7 +245,7 @@ def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup],
     outputs = [output for group in groups for output in group.outputs]
     generated = [output.generated for output in outputs]
     ages = trained_at - np.concatenate(generated)
-    mixed = [len(versions) for versions in generated if len(versions) and versions[0] != versions[-1]]
+    mixed = [len(versions) for versions in generated if len(versions) and versions.min() != versions.max()]
     tokens = sum(group.tokens for group in trained)
     return {
         "staleness/mean": staleness.mean,

@@ -1,8 +1,9 @@
 """An OpenAI-compatible endpoint inside an agent loop: whatever speaks chat completions generates, and its tokens train.
 
 A request that repeats a conversation with its answer goes on from the answer's own tokens: no text is tokenized again. Any
-other request begins a conversation. One conversation is trained; tokens of the others are decoded and not trained. It uses
-what every agent loop has, so it serves noPR and validation too.
+other request begins a conversation: a sub-agent's, or that of a client that has rewritten its history. ``outputs`` trains
+all of them, a row each; ``output`` trains one, and tokens of the others are decoded and not trained. It uses what every
+agent loop has, so it serves noPR and validation too.
 """
 
 from __future__ import annotations
@@ -47,10 +48,18 @@ class Conversation:
     response_ids: list[int]
     mask: list[int]
     log_probs: list[float] | None
+    before: str = ""
+    """id of the completion that it goes on from; "": it begins here"""
+
+    @property
+    def question(self) -> str:
+        """What its last answer was asked."""
+        return json.dumps([self.messages[:-1], self.tools])
 
 
 class ChatEndpoint:
-    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``; ``chat.output()`` is what is trained.
+    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``; ``chat.output()`` is what is trained,
+    or with ``trainer.use_v1=True`` the rows ``chat.outputs()``.
 
     Clients need ``timeout=None, max_retries=0``: an answer may take as long as the trainer's update. A conversation of
     ``data.max_response_length`` tokens gets ``context_length_exceeded``. What the client then raises ends the block without
@@ -146,21 +155,23 @@ class ChatEndpoint:
         """The conversation that ``messages`` are: one that goes on, or a new one."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ChatError("messages: the last must be a question")
-        like = [each for each in self._conversations.values() if each.tools == tools]
-        known = [each for each in like if messages[: len(each.messages)] == each.messages]
+        like = {name: each for name, each in self._conversations.items() if each.tools == tools}
+        known = [name for name, each in like.items() if messages[: len(each.messages)] == each.messages]
         if known:
-            before = max(known, key=lambda each: len(each.messages))
+            name = max(known, key=lambda name: len(like[name].messages))
+            before = like[name]
             context = before.prompt_ids + before.response_ids
             merged, mask, log_probs = await self._loop.ct_merge_context_msg(
                 before.messages, messages, context, before.mask, before.log_probs, tools=tools
             )
             response_ids = merged.token_ids[len(before.prompt_ids) :]
-            return replace(before, messages=messages, response_ids=response_ids, mask=mask, log_probs=log_probs)
+            merged_parts = {"response_ids": response_ids, "mask": mask, "log_probs": log_probs}
+            return replace(before, messages=messages, before=name, **merged_parts)
         roles = [message["role"] for message in messages]
         # A first request may begin with examples, and later ones with the same.
         examples = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
         rewritten = bool(self._conversations and examples) and all(
-            each.messages[: len(examples)] != examples for each in like
+            each.messages[: len(examples)] != examples for each in like.values()
         )
         build = self._loop.continuous_token_builder.build_initial_tokens
         return Conversation(
@@ -196,8 +207,34 @@ class ChatEndpoint:
         if conversation.rewritten:
             raise ValueError(
                 "the client went on from answers, or with tools, that are not those of its earlier requests: a sequence is "
-                "trained under one context, so an agent may add to its messages and change none"
+                "trained under one context. Return chat.outputs(), a row for each context (trainer.use_v1=True)"
             )
+        return self._row(conversation)
+
+    def outputs(self) -> list[AgentLoopOutput]:
+        """All conversations, a row each, in the order in which they ended: the last one has the sample's score.
+
+        Of answers to the same messages the last one counts, or the one from which the client went on. The front that two
+        conversations share is trained in the first of them.
+        """
+        gone_on = {each.before for each in self._conversations.values()}
+        known = {self._conversations[name].question for name in gone_on if name}
+        ends: dict[str, Conversation] = {}
+        for name, each in self._conversations.items():
+            if name not in gone_on and each.question not in known:
+                ends.pop(each.question, None)
+                ends[each.question] = each
+        rows: list[AgentLoopOutput] = []
+        for row in map(self._row, ends.values()):
+            for other in rows:
+                if other.prompt_ids == row.prompt_ids:
+                    pairs = zip(other.response_ids, row.response_ids)  # noqa: B905
+                    shared = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+                    row.response_mask = [0] * shared + row.response_mask[shared:]
+            rows.append(row)
+        return rows
+
+    def _row(self, conversation: Conversation) -> AgentLoopOutput:
         most = self._loop.rollout_config.response_length
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids,

@@ -34,7 +34,11 @@ class Entry:
     filtered: list[str]
     orders: list[int]
     """[trained, then filtered group]: dispatch order"""
-    rows: list[int | None]
+    samples: int
+    """trained"""
+    rows: int
+    """trained, of these samples"""
+    sources: list[int | None]
     """[trained group]: hash of its epoch and row of the data; None if rows have no index, and two may be alike"""
     masked: int
     """samples"""
@@ -53,7 +57,9 @@ class Entry:
             [sys.intern(group.uid) for group in groups],
             [sys.intern(group.uid) for group in round_.filtered],
             orders=[group.order for group in chain(groups, round_.filtered)],
-            rows=[None if group.prompt.startswith("0-") else hash((group.epoch, group.prompt)) for group in groups],
+            samples=sum(len(group.lengths) for group in groups),
+            rows=sum(group.rows for group in groups),
+            sources=[None if group.prompt.startswith("0-") else hash((group.epoch, group.prompt)) for group in groups],
             masked=sum(group.masked for group in groups),
             staleness=max((age for group in groups for age in group.staleness), default=0),
             faults=tuple(_faults(round_, settings)),
@@ -181,7 +187,7 @@ class Audit:
         self._judge_shared(
             "dispatch order", lambda entry: zip(entry.orders, entry.trained + entry.filtered, strict=True)
         )
-        self._judge_shared("row of the data", lambda entry: zip(entry.rows, entry.trained, strict=True))
+        self._judge_shared("row of the data", lambda entry: zip(entry.sources, entry.trained, strict=True))
         self._judge_holes()
         self._judge_lost()
         trained, total = len(self.trained), self.sizes.total
@@ -285,6 +291,8 @@ class Audit:
             "prompts in flight": len(self.admitted - self._consumed),
             "prompts lost": self.lost,
             "prompts repeated": self.repeated,
+            "samples trained": sum(entry.samples for entry in self.entries),
+            "rows trained": sum(entry.rows for entry in self.entries),
             "samples masked": sum(entry.masked for entry in self.entries),
             "max staleness": f"{self.max_staleness} (bound {sizes.max_staleness})",
             "kills survived": self.kills,

@@ -1,7 +1,8 @@
 """verl's agent-loop manager for both arms: noPR's records its rounds, PR's takes its batches from the driver.
 
-PR's finished groups become verl's ``DataProto`` here; padding happens here and nowhere earlier. The batch contract
-(B = groups * samples, P = rollout.prompt_length, R = rollout.response_length):
+PR's finished groups become verl's ``DataProto`` here; padding happens here and nowhere earlier. A sample has one row, or as
+many as its agent loop returned outputs (v1). The batch contract (B = rows of all samples, P = rollout.prompt_length,
+R = rollout.response_length):
 
 ================== ========= ======= ==========================================================================
 tensor             shape     dtype   content
@@ -19,9 +20,10 @@ rm_scores          [B, R]    float32 the score at the last generated token (abse
 
 Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
 ``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (what
-``batch_images`` makes of a sample's images; empty where it shows none), the reward's extra information and the agent loop's
-extra fields.
-Rows of a group are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for metrics and losses.
+``batch_images`` makes of a row's images; empty where it shows none), the reward's extra information, the agent loop's extra
+fields, and ``__row__`` where a sample has several rows (number of each in its sample, from 0).
+Rows of a group, and those of a sample, are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for
+metrics and losses, and ``__row__``.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from recipe.partial_rollout.training.reward_info import info_columns, objects, o
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
+from recipe.partial_rollout.worker.observed import ROW, ObservedAgentLoopWorker, ObservedLLMClient
 from recipe.partial_rollout.worker.pictures import Pictures
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
@@ -158,8 +160,12 @@ class ObservedAgentLoopManager(AgentLoopManager):
         """Make the record of a round of noPR, in which every sample started and ended under one version."""
         settings = self.recorder.settings
         step = prompts.meta_info["global_steps"]
-        lengths = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :].sum(dim=1).tolist()
-        tokens = output.batch["response_mask"].sum(dim=1).tolist()
+        samples = samples_of(output)
+        response = output.batch["attention_mask"][:, output.batch["prompts"].shape[1] :]
+        lengths, tokens = (
+            np.bincount(samples, weights=each.sum(dim=1).numpy()).astype(int).tolist()
+            for each in (response, output.batch["response_mask"])
+        )
         size, n = settings.batch_groups, settings.samples_per_group
         epoch_groups = self._steps.per_epoch * size
         trained = []
@@ -175,6 +181,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
                     prompt=prompt_identity({key: column[i * n] for key, column in prompts.non_tensor_batch.items()}),
                     segments=[1] * n,
                     tokens=sum(tokens[rows]),
+                    more_rows=int(np.isin(samples, range(i * n, (i + 1) * n)).sum()) - n,
                 )
             )
         return Round(step=step, phase=phase, trained=trained)
@@ -205,12 +212,22 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
         if self._pictures is not None:
             await add_images(batch, groups, self._pictures)
         self.on_batch(batch, step)
-        timings = [AgentLoopMetrics.model_validate(o.metrics).model_dump() for group in groups for o in group.outputs]
+        timings = [AgentLoopMetrics.model_validate(row.metrics).model_dump() for group in groups for row in group.rows]
         batch.meta_info["timing"] = self._performance_metrics([timings], batch)
         return batch
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------------
+
+
+def samples_of(batch: DataProto) -> np.ndarray:
+    """int [B]: number of the sample that each row of ``batch`` is of, from 0.
+
+    >>> samples_of(DataProto.from_single_dict({ROW: np.array([0, 1, 0, 0, 1, 2])})).tolist()
+    [0, 0, 1, 2, 2, 2]
+    """
+    rows = batch.non_tensor_batch.get(ROW)
+    return np.arange(len(batch)) if rows is None else np.cumsum(rows == 0) - 1
 
 
 def _padded(rows: Sequence[np.ndarray], where: torch.Tensor, fill: float, dtype: torch.dtype) -> torch.Tensor:
@@ -296,8 +313,11 @@ def assemble_batch(
         for uid, group in zip(slot_uids, groups, strict=True)
         for output in _fitted(group.outputs, response_length)
     ]
-    tensors = _tensors([output for _, _, output in samples], prompt_length, response_length, pad_id)
+    rows = [(uid, row, each) for uid, row, output in samples for each in output.rows]
+    tensors = _tensors([output for _, _, output in rows], prompt_length, response_length, pad_id)
     scored = "rm_scores" in tensors.keys()  # noqa: SIM118
-    non_tensors, extra_keys = _non_tensors(samples, scored=scored)
+    non_tensors, extra_keys = _non_tensors(rows, scored=scored)
+    if len(rows) > len(samples):
+        non_tensors[ROW] = np.concatenate([np.arange(len(output.rows)) for _, _, output in samples])
     meta = {"reward_extra_keys": extra_keys} if scored else {}
     return DataProto(batch=tensors, non_tensor_batch=non_tensors, meta_info=meta)

@@ -23,11 +23,11 @@ from recipe.partial_rollout.worker.pictures import Pictures
 async def add_images(batch: DataProto, groups: Sequence[TakenGroup], pictures: Pictures) -> None:
     """Give ``batch``, assembled of ``groups``, the inputs and the positions of its images.
 
-    ``multi_modal_inputs``: a dictionary a sample (``Pictures.inputs``), empty where it shows none. ``position_ids``:
+    ``multi_modal_inputs``: a dictionary a row (``Pictures.inputs``), empty where it shows none. ``position_ids``:
     [B, 4, P+R].
     """
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
-    starts = accumulate((len(group.outputs) for group in groups), initial=0)
+    starts = accumulate((len(group.rows) for group in groups), initial=0)
     made = await asyncio.gather(*[_of_group(group, ids[start:], pictures) for group, start in zip(groups, starts)])  # noqa: B905
     inputs = [each for of_group in made for each in of_group]
 
@@ -42,11 +42,11 @@ async def add_images(batch: DataProto, groups: Sequence[TakenGroup], pictures: P
 
 
 async def _of_group(group: TakenGroup, ids: torch.Tensor, pictures: Pictures) -> list[dict[str, Any]]:
-    """Inputs of each sample of ``group``, whose tokens are the first of ``ids``; the same object for the same images."""
-    own = await pictures.of_row(group.row) if any(output.images for output in group.outputs) else []
+    """Inputs of each row of ``group``, whose tokens are the first of ``ids``; the same object for the same images."""
+    own = await pictures.of_row(group.row) if any(output.images for output in group.rows) else []
     made: dict[tuple[int | bytes, ...], dict[str, Any]] = {}
-    for output, row in zip(group.outputs, ids.split(1), strict=False):
+    for output, row in zip(group.rows, ids.split(1), strict=False):
         if output.images not in made:
             shown = [own[each] if isinstance(each, int) else opened(each) for each in output.images]
             made[output.images] = await asyncio.to_thread(pictures.inputs, shown, row)
-    return [made[output.images] for output in group.outputs]
+    return [made[output.images] for output in group.rows]

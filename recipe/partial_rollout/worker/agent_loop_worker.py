@@ -4,7 +4,8 @@ A trained token must be the engine's in its place: a call whose prompt is all th
 token for token, made what follows there, up to and including this token. The order of calls does not matter. So an agent
 loop may sample candidates beside each other and keep one, ask a judge in between, or mask a part of a turn; it may drop
 the end of a turn, as verl does where one token both stops an answer and starts the next message (GLM's
-``<|observation|>``). What it may not do is show the engine another context than the one that is trained.
+``<|observation|>``). A loop that shows the engine another context than before, because it has summarised its own or asks a
+sub-agent, returns a row for each context that trains; each row's tokens are matched to their calls in the same way.
 Example, with ``O`` for the observation token::
 
     first call     prompt [u g A]                      made [x y O]
@@ -39,10 +40,13 @@ from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, T
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
+from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _THREADS = 2**20
 """most threads of the event loop, which are made as they are needed: a carried sample keeps its own, a tool that hangs
 keeps it for ever"""
+_PLACES = 2**32
+"""more tokens than a turn has"""
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
@@ -136,7 +140,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             check_saveable(sample.id, output)
             return output
         try:
-            cloudpickle.dumps((output.extra_fields, output.reward_extra_info))  # type: ignore[attr-defined]
+            cloudpickle.dumps([(row.extra_fields, row.reward_extra_info) for row in output.rows])  # type: ignore[attr-defined]
         except Exception as error:
             raise TypeError(
                 f"sample {sample.id}: its extra fields or its reward's extra info cannot be pickled: {error}"
@@ -156,22 +160,27 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         make = self._maker(row.pop("agent_name", config.agent.default_agent_loop))
         client = SampleClient(self.llm_client, sample, sample.clock)
         with rollout_trace_attr(trace=False):
-            output = await self._run_loop(make, params, row, client, self._timed_tools(sample.clock))
+            outputs = await self._run_loop(make, params, row, client, self._timed_tools(sample.clock))
         sample.ended = True
-        images = images_in(output, sample.id)
+        images = [images_in(output, sample.id) for output in outputs]
         with sample.clock.stopped():
-            await self._score(output, row, on_rescore=self._claims.outbox.record_rescored)
-            # The row has it.
-            output.extra_fields.pop("raw_prompt", None)
-            digests = tuple(map(digest, images))
-            trained = sample_output(sample, output, self.vocabulary, digests)
-            if not images:
+            await self._score(outputs, row, on_rescore=self._claims.outbox.record_rescored)
+            for output in outputs:
+                # The row has it.
+                output.extra_fields.pop("raw_prompt", None)
+            digests = [tuple(map(digest, shown)) for shown in images]
+            trained = sample_output(sample, outputs, self.vocabulary, digests)
+            if not any(images):
                 return trained
-            await asyncio.to_thread(self._pictures.check, trained, images)
             own = await self._pictures.of_row(sample.lease.row)
-            return replace(trained, images=kept(images, digests, own))
+            rows = []
+            for output, shown, marks in zip(trained.rows, images, digests, strict=True):
+                if shown:
+                    await asyncio.to_thread(self._pictures.check, output, shown)
+                rows.append(replace(output, images=kept(shown, marks, own)))
+            return replace(rows[-1], earlier=tuple(rows[:-1]))
 
-    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
+    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
         """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
@@ -187,18 +196,39 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 
 
 def sample_output(
-    sample: LiveSample, output: AgentLoopOutput, vocabulary: int, images: Sequence[bytes] = ()
+    sample: LiveSample,
+    outputs: Sequence[AgentLoopOutput],
+    vocabulary: int,
+    images: Sequence[tuple[bytes, ...]] | None = None,
 ) -> SampleOutput:
-    """Return ``output`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
+    """Return ``outputs`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
+
+    The last output has the score, and each row gets it, as under verl's v1.
 
     Args:
         vocabulary: token ids that the model can read.
-        images: digests of the images of ``output``.
+        images: digests of the images of each output; None: none has any.
 
     Raises:
-        RuntimeError: the generated tokens of ``output``, or the log-probs that it gives them, are not the engine's; or the
+        RuntimeError: the generated tokens of an output, or the log-probs that it gives them, are not the engine's; or the
             trainer could not read them.
     """
+    shown = images or [()] * len(outputs)
+    pairs = [_row(sample, *each, vocabulary) for each in zip(outputs, shown, strict=True)]
+    rows, sources = zip(*pairs, strict=True)
+    # Two rows may train the same token of the engine, as the front that branches share.
+    trained = np.unique(np.concatenate(sources))
+    last = rows[-1]
+    info = {key: plain(value) for key, value in (outputs[-1].extra_fields.get(REWARD_INFO) or {}).items()}
+    scored = [replace(row, reward_score=plain(outputs[-1].reward_score), reward_extra_info=info) for row in rows]
+    metrics = {**last.metrics, "untrained_tokens": sample.decoded - len(trained)}
+    return replace(scored[-1], metrics=metrics, earlier=tuple(scored[:-1]))
+
+
+def _row(
+    sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes], vocabulary: int
+) -> tuple[SampleOutput, np.ndarray]:
+    """Return the row of ``output``, without a score, and the engine's tokens that it trains (``_align``), int64 [G]."""
     tokens = {*output.prompt_ids, *output.response_ids}
     if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
         raise _refusal(sample, f"token {unknown[0]}, and the model knows those from 0 to {vocabulary - 1}")
@@ -216,21 +246,21 @@ def sample_output(
             raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
     # An answer to other images is one to another context, whatever the tokens.
     seen = [turn for turn in sample.turns if turn.images == tuple(images[: len(turn.images)])]
-    versions, log_probs = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)
-    extra = dict(output.extra_fields)
-    return SampleOutput(
+    versions, log_probs, sources = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)
+    row = SampleOutput(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=mask,
         log_probs=log_probs,
         versions=versions,
         segments=len(sample.segments),
-        reward_score=plain(output.reward_score),
-        reward_extra_info={key: plain(value) for key, value in (extra.pop("reward_extra_info", None) or {}).items()},
+        reward_score=None,
+        reward_extra_info={},
         num_turns=int(output.num_turns),
-        metrics={**output.metrics.model_dump(), "untrained_tokens": sample.decoded - int(mask.sum())},
-        extra_fields=extra,
+        metrics=output.metrics.model_dump(),
+        extra_fields={key: value for key, value in output.extra_fields.items() if key != REWARD_INFO},
     )
+    return row, sources[sources >= 0]
 
 
 def _align(
@@ -240,8 +270,11 @@ def _align(
     response_ids: np.ndarray,
     generated: np.ndarray,
     given: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where not generated.
+
+    The third array, int64 [R], tells the engine's tokens apart: the turn's number times ``_PLACES``, plus the token's place
+    there; -1 where not generated.
 
     One of ``turns`` made each. Where several made a token in its place, the log-probs that the loop has ``given`` [R]
     decide, then the longer prompt, then the call that began first.
@@ -249,30 +282,31 @@ def _align(
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)
     made, known = np.zeros((2, len(response_ids)), bool)
-    owners = np.full(len(response_ids), -1)
+    sources = np.full(len(response_ids), -1, np.int64)
     for turn, start, length in _in_place(turns, prompt_ids, response_ids):
         place, engines = slice(start, start + length), turn.log_probs[:length]
         fits = generated[place] if given is None else generated[place] & (given[place] == engines)
         versions[place][fits], log_probs[place][fits] = turn.versions[:length][fits], engines[fits]
-        owners[place][fits] = turn.number
+        sources[place][fits] = (turn.number * _PLACES + np.arange(length))[fits]
         made[place] = True
         known[place] |= fits
     if (unmade := generated & ~made).any():
         raise _refusal(
             sample,
             f"{int(unmade.sum())} tokens as generated that no engine call made in their place. If one did, it was after "
-            f"another context: a loop may not rewrite, cut or summarise the context that is trained, images included",
+            f"another context: a loop that rewrites, cuts or summarises its context, images included, returns a list of "
+            f"outputs, one for each context (trainer.use_v1=True)",
         )
     if not known[generated].all():
         raise _refusal(sample, "log-probs that are not the engine's")
     for turn in sample.turns:
-        if turn.unlike and (count := int((owners == turn.number).sum())):
+        if turn.unlike and (count := int((sources // _PLACES == turn.number).sum())):
             raise ValueError(
                 f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}. Their log-probs cannot be "
                 "compared with the trainer's, which are of the whole distribution at rollout.temperature: leave the "
                 "parameter out of calls that are trained, or set partial_rollout.correction=none"
             )
-    return versions, log_probs
+    return versions, log_probs, sources
 
 
 def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarray) -> Iterator[tuple[Turn, int, int]]:

@@ -65,8 +65,10 @@ _ID_DIGITS = 12
 REQUEST: ContextVar[Request] = ContextVar("request")
 """the request that verl's ``generate`` makes at this moment; it notes where it goes"""
 T = TypeVar("T")
-AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, AgentLoopOutput]]
+AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, list[AgentLoopOutput]]]
 """a run of an agent loop whose parameters and row are given: takes the client and the tools"""
+ROW = "__row__"
+"""column of a batch under v1: number of the row in its sample, from 0"""
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +196,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            output = await self._scored(run_loop, trajectory, kwargs)
-            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+            outputs = await self._scored(run_loop, trajectory, kwargs)
+            # A validation reads the last row alone, as verl's v1 does.
+            shown = outputs[-1:] if trajectory["validate"] else outputs
+            return [await self._agent_loop_postprocess(each, trajectory["validate"], **kwargs) for each in shown]
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
         """Return the factory of agent loop ``agent_name``.
@@ -211,8 +215,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     async def _run_loop(
         self, make: Callable[..., Any], params: dict[str, Any], row: dict[str, Any], client: Any, tools: list[Any]
-    ) -> AgentLoopOutput:
-        """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``."""
+    ) -> list[AgentLoopOutput]:
+        """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``; returns its rows."""
         agent_loop = make(
             trainer_config=DictConfigWrap(config=self.config),
             server_manager=client,
@@ -223,34 +227,48 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(tools),
         )
-        output = await agent_loop.run(dict(params), **row)
-        if not isinstance(output, AgentLoopOutput):
-            what = f"a list of {len(output)} outputs" if isinstance(output, list) else type(output).__name__
-            raise TypeError(f"the agent loop returned {what}: return the AgentLoopOutput that is trained")
-        return output
+        return self._rows_of(await agent_loop.run(dict(params), **row))
 
-    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> AgentLoopOutput:
+    def _rows_of(self, returned: Any) -> list[AgentLoopOutput]:
+        """Return what an agent loop ``returned`` as a list.
+
+        Raises:
+            TypeError: it is neither an output nor a list of some, or it is a list without ``trainer.use_v1=True``.
+        """
+        if isinstance(returned, AgentLoopOutput):
+            return [returned]
+        if not isinstance(returned, list) or not all(isinstance(each, AgentLoopOutput) for each in returned):
+            what = f"a list of {type(returned[-1]).__name__}" if isinstance(returned, list) else type(returned).__name__
+            raise TypeError(f"the agent loop returned {what}: return the AgentLoopOutput that is trained")
+        if not returned:
+            raise TypeError("the agent loop returned an empty list: return a row at least, whose mask may be all 0")
+        if not self.config.trainer.use_v1:
+            what = f"a list of {len(returned)} outputs"
+            raise TypeError(f"the agent loop returned {what}: trainer.use_v1=True trains several rows of a sample")
+        return returned
+
+    async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
         """Run the agent loop once."""
         return await run_loop(self.llm_client, self.tools)
 
     async def _scored(
         self, run_loop: AgentLoopCall, trajectory: dict[str, Any], row: dict[str, Any]
-    ) -> AgentLoopOutput:
-        """Run the agent loop and score its output; each is tried again if it fails.
+    ) -> list[AgentLoopOutput]:
+        """Run the agent loop and score its outputs; each is tried again if it fails.
 
         Returns an empty output for a validation's sample that fails for good; noPR's training ends with the error.
         """
         validate = trajectory["validate"]
         try:
-            output = await self._retried(lambda: self._attempt(run_loop, trajectory))
-            await self._score(output, row, validate=validate)
-            return output
+            outputs = await self._retried(lambda: self._attempt(run_loop, trajectory))
+            await self._score(outputs, row, validate=validate)
+            return outputs
         except (Exception, asyncio.CancelledError) as error:
             masks = validate and self.config.partial_rollout.failures.sample_retries is not None
             if not masks or isinstance(error, InfraError) or is_cancelled():
                 raise
             text = ErrorText.from_error(error)
-        return AgentLoopOutput(
+        empty = AgentLoopOutput(
             # One token, because a row without any has no last token to carry a score.
             prompt_ids=[0],
             response_ids=[0],
@@ -261,6 +279,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             metrics=AgentLoopMetrics(),
             extra_fields={REWARD_INFO: {"sample_error": f"{text.line} ({text.where})"}},
         )
+        return [empty]
 
     async def _retried(
         self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[Any], None] = lambda error: None
@@ -286,38 +305,46 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     async def _score(
         self,
-        output: AgentLoopOutput,
+        outputs: list[AgentLoopOutput],
         row: dict[str, Any],
         *,
         validate: bool = False,
         on_rescore: Callable[[RewardError], None] = lambda error: None,
     ) -> None:
-        """Score ``output``, unless its agent loop has. Where that fails it is scored again, without its agent loop.
+        """Score ``outputs`` of a sample, unless its agent loop has. Where that fails they are scored again, without it.
+
+        As under verl's v1 the reward is asked for once and gets all rows. Its score is that of each row.
 
         Args:
             on_rescore: gets each error after which it is scored again.
 
         Raises:
-            ValueError: it does not fit a batch.
+            ValueError: a row does not fit a batch.
             RewardError: there is no score that can be trained.
         """
         rollout = self.rollout_config
-        sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
-        if excess := excess_of(*sizes):
-            raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
-        # As verl's does: reward functions may read it.
-        output.extra_fields["raw_prompt"] = row.get("raw_prompt")
-        output.extra_fields = renamed(output.extra_fields, "loop")
-        if output.reward_score is not None:
-            self._check_score(output, row, validate)
+        for output in outputs:
+            sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
+            if excess := excess_of(*sizes):
+                raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
+            # As verl's does: reward functions may read it.
+            output.extra_fields["raw_prompt"] = row.get("raw_prompt")
+            output.extra_fields = renamed(output.extra_fields, "loop")
+        last = outputs[-1]
+        if last.reward_score is not None:
+            self._check_score(last, row, validate)
         else:
-            await self._retried(lambda: self._ask_for_score(output, row, validate), on_rescore)
+            await self._retried(lambda: self._ask_for_score(outputs, row, validate), on_rescore)
+        for output in outputs[:-1]:
+            output.reward_score = last.reward_score
+            output.extra_fields[REWARD_INFO] = last.extra_fields.get(REWARD_INFO)
 
-    async def _ask_for_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
+    async def _ask_for_score(self, outputs: list[AgentLoopOutput], row: dict[str, Any], validate: bool) -> None:
+        output = outputs[-1]
         output.reward_score = None
         async with self._rewards:
             # The deadline of a call starts when it has its place.
-            await reward_of(self._compute_score([output], row), row.get("uid"), self._reward_s)
+            await reward_of(self._compute_score(outputs, row), row.get("uid"), self._reward_s)
         # Without reward workers a score comes later, of a colocated reward model.
         if output.reward_score is not None or self.reward_loop_worker_handles is not None:
             self._check_score(output, row, validate)
@@ -330,14 +357,26 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         if self._filter and not validate and (lacks := missing(self._filter.metric, score, info)):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
-    def _postprocess(self, inputs: list[Any], *args: Any, **kwargs: Any) -> DataProto:
-        """Do as verl's, with what rewards say in one column of dictionaries: samples may have different keys."""
-        if any(each.response_logprobs is None for each in inputs):
+    def _postprocess(
+        self, inputs: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
+    ) -> DataProto:
+        """Do as verl's on the rows of samples, with what rewards say in one column of dictionaries.
+
+        Args:
+            inputs: rows of each sample; samples may have different keys.
+            input_non_tensor_batch: columns of the samples.
+        """
+        rows = [row for sample in inputs for row in sample]
+        owners = np.repeat(np.arange(len(inputs)), [len(sample) for sample in inputs])
+        columns = {key: column[owners] for key, column in (input_non_tensor_batch or {}).items()}
+        if any(each.response_logprobs is None for each in rows):
             # verl takes those of all, or of none.
-            for each in inputs:
+            for each in rows:
                 each.response_logprobs = None
-        infos = np.empty(len(inputs), dtype=object)
-        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in inputs]
-        data = super()._postprocess(inputs, *args, **kwargs)
+        infos = np.empty(len(rows), dtype=object)
+        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in rows]
+        data = super()._postprocess(rows, columns, **kwargs)
         data.non_tensor_batch[REWARD_INFO] = infos
+        if self.config.trainer.use_v1:
+            data.non_tensor_batch[ROW] = np.concatenate([np.arange(len(sample)) for sample in inputs])
         return data

@@ -164,6 +164,16 @@ class Summary:
         """Prompts trained, each with all its samples."""
         return len(self.run.trained_groups)
 
+    @metric("trained samples", units.count)
+    def trained_samples(self) -> int:
+        """Samples of these prompts, masked ones included."""
+        return sum(len(group.lengths) for group in self.run.trained_groups)
+
+    @metric("trained rows", units.count)
+    def trained_rows(self) -> int:
+        """Sequences that the trainer got of them: one a sample, or as many as its agent loop returned outputs."""
+        return sum(group.rows for group in self.run.trained_groups)
+
     @metric("trained tokens", units.count, compared=True)
     def trained_tokens(self) -> int:
         """Tokens that the model generated in trained samples."""

@@ -2,7 +2,7 @@
 
 v1 has samples put into TransferQueue one by one, and polls until there are enough, without a deadline. Here the recipe's
 manager makes a batch as it does for ``RayPPOTrainer``, under the same guards; then the batch is put there as a whole, a row
-a sample, without padding::
+for each output of an agent loop, without padding::
 
     v1 asks for a batch -> manager.generate_sequences (Driver.next_batch) -> TransferQueue -> v1's passes and update
 
@@ -21,6 +21,9 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from recipe.partial_rollout.training.agent_loop_manager import samples_of
+from recipe.partial_rollout.worker.observed import ROW
 
 _PARTITION = "train"
 """v1's, of TransferQueue"""
@@ -63,7 +66,9 @@ class RoundBuffer:
         prompts = prompts.repeat(self._samples, interleave=True)
         output = self._rollout.generate_sequences(prompts)
         timings = output.meta_info.pop("timing", {})
-        columns = {**prompts.non_tensor_batch, **output.non_tensor_batch}
+        samples = samples_of(output)
+        columns = {key: column[samples] for key, column in prompts.non_tensor_batch.items()}
+        columns |= {ROW: np.zeros(len(output), int), **output.non_tensor_batch}
         self._batch = DataProto(output.batch, columns, {"global_steps": global_steps})
         return self._put(), {f"timing_s/{key}": value for key, value in timings.items()}
 
@@ -85,16 +90,21 @@ class RoundBuffer:
     def _put(self) -> KVBatchMeta:
         """Put the batch into TransferQueue."""
         rows = rows_of(self._batch)
-        keys = [f"{row['uid']}_{i % self._samples}_0" for i, row in enumerate(rows)]
+        # v1's names: uid, sample of the prompt, row of the sample.
+        samples, numbers = samples_of(self._batch), self._batch.non_tensor_batch[ROW]
+        keys = [
+            f"{row['uid']}_{sample % self._samples}_{number}"
+            for row, sample, number in zip(rows, samples, numbers, strict=True)
+        ]
         tags = [_tag(row, self._batch.meta_info["global_steps"]) for row in rows]
         tq.kv_batch_put(keys=keys, partition_id=_PARTITION, fields=list_of_dict_to_tensordict(rows), tags=tags)
         return KVBatchMeta(partition_id=_PARTITION, keys=keys, tags=tags)
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """Return the samples of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: without padding.
+    """Return the rows of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: without padding.
 
-    ``extra_fields`` has the columns that v1 does not read by name. A sample without a response has a token outside of the
+    ``extra_fields`` has the columns that v1 does not read by name. A row without a response has a token outside of the
     loss, the batch's padding: verl's nested tensors have no empty row.
 
     Raises:
@@ -108,7 +118,7 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     lengths = batch.batch["attention_mask"][:, width:].sum(1).clamp(min=1).tolist()
     columns, rows = batch.non_tensor_batch, []
     for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
-        values = {key: column[i] for key, column in columns.items()}
+        values = {key: column[i] for key, column in columns.items() if key != ROW}
         prompt, response = batch.batch["prompts"][i, width - size :], batch.batch["responses"][i, :length]
         row = {key: batch.batch[key][i, :length] for key in _OF_RESPONSE if key in batch.batch.keys()}  # noqa: SIM118
         row |= {"prompts": prompt, "responses": response, "loss_mask": row["response_mask"]}
@@ -137,3 +147,11 @@ def _tag(row: dict[str, Any], step: int) -> dict[str, Any]:
         "min_global_steps": int(versions.min()) if len(versions) else step - 1,
         "max_global_steps": int(versions.max()) if len(versions) else step - 1,
     }
+
+
+def give_versions(batch: KVBatchMeta) -> None:
+    """Give verl's filler rows in ``batch`` versions: they are copies of a row, with tokens of their own."""
+    fillers = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
+    if fillers:
+        rows = [{"rollout_versions": torch.full((1,), -1, dtype=torch.int32)} for _ in fillers]
+        tq.kv_batch_put(keys=fillers, partition_id=_PARTITION, fields=list_of_dict_to_tensordict(rows))

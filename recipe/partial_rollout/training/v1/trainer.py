@@ -6,6 +6,9 @@ trainer shares with ``PartialRolloutRayPPOTrainer`` is ``TrainerRun``; it valida
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig
@@ -20,7 +23,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from recipe.partial_rollout.training.loss import VERSION
 from recipe.partial_rollout.training.trainer_run import TrainerRun
-from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffer
+from recipe.partial_rollout.training.v1.rounds import DataEndedError, RoundBuffer, give_versions
 
 
 class _WholeValidation:
@@ -91,6 +94,39 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         self._choose_pass()
         return {}
 
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """Rows by which a batch is filled up: each rank and each update gets as many.
+
+        verl fills up whole mini-batches. A step of a few more rows than usual would have an update on those alone.
+        """
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        updates = [self.config.data.train_batch_size // part.ppo_mini_batch_size for part in self._updated]
+        # A micro-batch of so many rows divides the mini-batches of the config.
+        size = dp_size if actor.use_dynamic_bsz else actor.ppo_mini_batch_size * rollout.n
+        return math.lcm(size, rollout.n) * math.lcm(*updates)
+
+    @property
+    def _updated(self) -> list[Any]:
+        """The config of each model that is updated."""
+        return [self.config.actor_rollout_ref.actor, *([self.config.critic] if self.use_critic else [])]
+
+    @contextmanager
+    def _as_many_updates(self, part: Any, batch: KVBatchMeta) -> Iterator[None]:
+        """Have verl divide ``batch``, of any number of rows, into as many mini-batches as one of a row a sample."""
+        size = part.ppo_mini_batch_size
+        samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        # verl's update reads it anew each time.
+        part.ppo_mini_batch_size = len(batch) * size // samples
+        try:
+            yield
+        finally:
+            part.ppo_mini_batch_size = size
+
+    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        batch = super()._balance_batch(batch, *args, **kwargs)
+        give_versions(batch)
+        return batch
+
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
         """Score a validation's batch as ``RayPPOTrainer`` does; a training batch, which v1 has as keys, is put again."""
         score = super()._compute_reward_colocate
@@ -104,4 +140,9 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
             assert batch.extra_info is not None
             # v1's update knows a batch by its keys; this travels beside them to the loss.
             batch.extra_info[VERSION] = self.global_steps - 1
-        return super()._update_actor(batch, metrics)
+        with self._as_many_updates(self.config.actor_rollout_ref.actor, batch):
+            return super()._update_actor(batch, metrics)
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self._as_many_updates(self.config.critic, batch):
+            return super()._update_critic(batch, metrics)
