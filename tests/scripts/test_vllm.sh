@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what another release of vLLM can break, without a GPU, in an environment of its own, and ends with a row for CONTRIBUTING.md.
-# CI runs it for each release of requirements-vllm-*.txt, after run_tests.sh, which tests that of requirements-cpu.txt.
+# run_tests.sh tests the release of requirements-cpu.txt. CI does not run this script yet.
 #
 #   bash tests/scripts/test_vllm.sh 0.32.0                          the contract with vLLM, engines, a training of each arm
 #   bash tests/scripts/test_vllm.sh 0.32.0 tests/unit -k contract   only pytest with those arguments
