@@ -34,7 +34,7 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
         check_cluster(config, {"CPU": 99, "GPU": 4})
     check_cluster(placed(COLOCATED, "trainer.n_gpus_per_node=8"), {"CPU": 99, "GPU": 1})
     monkeypatch.setattr(releases, "vllm", lambda: "0.30.0")
-    with pytest.raises(ConfigError, match=r"placement=separate: colocated: only engines of vLLM 0\.24\.0,"):
+    with pytest.raises(ConfigError, match=r"placement=separate: must be colocated: only engines of vLLM 0\.24\.0,"):
         check_settings(config)
     with pytest.raises(ConfigError, match=r"resume_kv=keep: recompute: only engines of vLLM 0\.24\.0,"):
         check_settings(placed(COLOCATED, "partial_rollout.resume_kv=keep"))
