@@ -36,5 +36,5 @@ def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(place
     monkeypatch.setattr(releases, "vllm", lambda: "0.30.0")
     with pytest.raises(ConfigError, match=r"placement=separate: must be colocated: only engines of vLLM 0\.24\.0,"):
         check_settings(config)
-    with pytest.raises(ConfigError, match=r"resume_kv=keep: recompute: only engines of vLLM 0\.24\.0,"):
+    with pytest.raises(ConfigError, match=r"resume_kv=keep: must be recompute: only engines of vLLM 0\.24\.0,"):
         check_settings(placed(COLOCATED, "partial_rollout.resume_kv=keep"))
