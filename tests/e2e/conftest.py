@@ -38,6 +38,22 @@ SCHEDULERS = [
 if os.environ.get("VERL_PLATFORM") != "cpu":
     # Triton's default is TF32, whose rounding is 50 times what the tests allow between reading and decoding.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+GREEDY_LOOP = (
+    "task=calculator",
+    "data.train_batch_size=4",
+    "data.val_max_samples=8",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    # The loop decodes greedily.
+    "partial_rollout.correction=none",
+    # The weights stay what they are.
+    "actor_rollout_ref.actor.optim.lr=0",
+    "trainer.total_training_steps=null",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=2",
+    "trainer.rollout_data_dir=${trainer.default_local_dir}/said",
+)
+"""of an agent loop that decodes greedily under constant weights: both arms then make the same tokens"""
 TRAININGS = (
     "test_training.py",
     "test_separate.py",

@@ -11,6 +11,7 @@ import pytest
 
 from recipe.partial_rollout.tools.audit import audit
 from tests.chaos.victim import processes_of_session
+from tests.e2e.conftest import GREEDY_LOOP
 
 HERE = Path(__file__).parent
 PACKAGES = [
@@ -58,25 +59,13 @@ def arms(paths, module_start, wait_for, read_run, tmp_path_factory):
     def start(name, *overrides):
         return module_start(
             f"quickstart.dir={task}",
-            "task=calculator",
+            *GREEDY_LOOP,
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=react",
             f"reward.custom_reward_function.path={HERE / 'langgraph_loop.py'}",
-            "data.train_batch_size=4",
             f"data.train_max_samples={4 * STEPS}",
-            "data.val_max_samples=8",
             "data.max_response_length=320",
-            "actor_rollout_ref.rollout.n=2",
             "actor_rollout_ref.rollout.max_model_len=400",
-            "actor_rollout_ref.rollout.max_num_seqs=8",
-            # The loop decodes greedily.
-            "partial_rollout.correction=none",
-            # The weights stay what they are.
-            "actor_rollout_ref.actor.optim.lr=0",
-            "trainer.total_training_steps=null",
-            "trainer.val_before_train=False",
-            "trainer.test_freq=2",
-            "trainer.rollout_data_dir=${trainer.default_local_dir}/said",
             "trainer.validation_data_dir=${trainer.default_local_dir}/validated",
             *overrides,
             name=name,

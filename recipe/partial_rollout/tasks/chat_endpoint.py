@@ -53,13 +53,14 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """What its last answer was asked."""
+        """Messages and tools that its last answer replied to, as JSON."""
         return json.dumps([self.messages[:-1], self.tools])
 
 
 class ChatEndpoint:
-    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``; ``chat.output()`` is what is trained,
-    or with ``trainer.use_v1=True`` the rows ``chat.outputs()``.
+    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``.
+
+    Return ``chat.output()`` to train one conversation, or ``chat.outputs()`` to train all (``trainer.use_v1=True``).
 
     Clients need ``timeout=None, max_retries=0``: an answer may take as long as the trainer's update. A conversation of
     ``data.max_response_length`` tokens gets ``context_length_exceeded``. What the client then raises ends the block without

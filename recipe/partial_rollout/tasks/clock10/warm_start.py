@@ -10,7 +10,7 @@ as copying and the stop rule are not learnt, such batches teach little: half-way
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -76,18 +76,18 @@ def train(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
-    optimizers = _build_optimizers(model)
-    schedules = [LambdaLR(each, lambda step: min(1.0, 2.0 * (steps - step) / steps)) for each in optimizers]
+    update = updater(model, steps)
     batches = draw_batches(
         tokenizer, problems, mixture, short_share * steps, short_length, random.Random(f"warm-start-{seed}")
     )
     model.train()
     progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=sys.stderr)
     for batch in progress:
-        loss = _train_step(model, optimizers, batch)
-        for schedule in schedules:
-            schedule.step()
-        progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        input_ids, labels = batch
+        # Padding is on the right and attention is causal, so no response token sees a pad and no mask is needed.
+        loss = next_token_loss(model(input_ids=input_ids, use_cache=False).logits, labels)
+        update(loss)
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
     torch.set_num_threads(threads)
 
@@ -140,32 +140,36 @@ def cut_by_length(ascending: list[Item]) -> list[list[Item]]:
     return [*groups, group] if group else groups
 
 
-def _build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of `logits` [B, L, vocabulary], each for the next of `labels` [B, L]."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def updater(module: torch.nn.Module, steps: int) -> Callable[[torch.Tensor], None]:
+    """Return a function that updates `module` by a loss, for `steps` times: Muon inside the layers, AdamW for the rest."""
+    matrices = [weight for name, weight in module.named_parameters() if weight.ndim == 2 and "embed" not in name]
     inside = {id(weight) for weight in matrices}
-    others = [weight for weight in model.parameters() if id(weight) not in inside]
-    return [
+    others = [weight for weight in module.parameters() if id(weight) not in inside]
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=MATRIX_LR, momentum=0.95),
         # A short memory of squared gradients, because their size changes within a few hundred steps.
         torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95)),
     ]
+    schedules = [LambdaLR(each, lambda step: min(1.0, 2.0 * (steps - step) / steps)) for each in optimizers]
+
+    def update(loss: torch.Tensor) -> None:
+        module.zero_grad(set_to_none=True)
+        loss.backward()
+        with _NoBfloat16():
+            for optimizer in optimizers:
+                optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+
+    return update
 
 
-def _train_step(model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Labelled) -> float:
-    input_ids, labels = batch
-    # Padding is on the right and attention is causal, so no response token sees a pad and no mask is needed.
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    with NoBfloat16():
-        for optimizer in optimizers:
-            optimizer.step()
-    return loss.item()
-
-
-class NoBfloat16(TorchFunctionMode):
+class _NoBfloat16(TorchFunctionMode):
     """``Tensor.bfloat16()`` copies to float32 here: for Muon, which orthogonalises in bfloat16 and has no option.
 
     A CPU without bfloat16 instructions multiplies such matrices 40 times slower: the warm start took 17 minutes, and 3 so.

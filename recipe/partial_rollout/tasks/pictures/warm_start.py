@@ -10,14 +10,12 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm, trange
 from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
@@ -27,11 +25,10 @@ from recipe.partial_rollout.tasks.clock10.expression import Problem
 from recipe.partial_rollout.tasks.clock10.tokenizer import PAD, TURN_END
 from recipe.partial_rollout.tasks.clock10.warm_start import (
     IGNORED,
-    MATRIX_LR,
-    OTHER_LR,
     POOL_SIZE,
-    NoBfloat16,
     cut_by_length,
+    next_token_loss,
+    updater,
 )
 from recipe.partial_rollout.tasks.pictures.dataset import prompt
 from recipe.partial_rollout.tasks.pictures.model import MERGE, PIXELS
@@ -90,7 +87,7 @@ def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: rando
     embedding: Any = model.get_input_embeddings().weight
     digits, processor = embedding.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]], image_processor()
     progress = trange(steps, desc="warm start of the tower", unit="step", file=sys.stderr)
-    update = _optimiser(tower, steps)
+    update = updater(tower, steps)
     for _ in progress:
         shown = [rng.randrange(10) for _ in range(PICTURES)]
         inputs = processor([draw(digit, rng) for digit in shown], return_tensors="pt")
@@ -105,35 +102,12 @@ def _learn_to_copy(model: Qwen3VLForConditionalGeneration, steps: int, batches: 
     """Train the language part on demonstrations; the tower, which reads without a mistake by now, stays as it is."""
     model.model.visual.requires_grad_(False)
     progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=sys.stderr)
-    update = _optimiser(model.model.language_model, steps)
+    update = updater(model.model.language_model, steps)
     for inputs, labels in progress:
-        logits = model(**inputs, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss = next_token_loss(model(**inputs, use_cache=False).logits, labels)
         update(loss)
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.model.visual.requires_grad_(True)
-
-
-def _optimiser(module: torch.nn.Module, steps: int) -> Callable[[torch.Tensor], None]:
-    """Return what updates `module` by a loss: Muon for matrices inside layers, AdamW for the rest, as in clock10."""
-    matrices = [weight for name, weight in module.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    inside = {id(weight) for weight in matrices}
-    optimizers = [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, momentum=0.95),
-        torch.optim.AdamW([w for w in module.parameters() if id(w) not in inside], lr=OTHER_LR, betas=(0.9, 0.95)),
-    ]
-    schedules = [LambdaLR(each, lambda step: min(1.0, 2.0 * (steps - step) / steps)) for each in optimizers]
-
-    def update(loss: torch.Tensor) -> None:
-        module.zero_grad(set_to_none=True)
-        loss.backward()
-        with NoBfloat16():
-            for optimizer in optimizers:
-                optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-
-    return update
 
 
 def _press_placeholders(model: Qwen3VLForConditionalGeneration, batches: Iterator[Any], rounds: int = 300) -> None:
