@@ -120,7 +120,7 @@ class SampleOutput:
 
     @property
     def rows(self) -> tuple[SampleOutput, ...]:
-        """What the trainer gets of the sample, each without ``earlier``."""
+        """Rows of the sample that the trainer gets, in order, each without ``earlier``."""
         return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
 
     @property
@@ -283,7 +283,7 @@ class TakenGroup:
 
     @property
     def rows(self) -> list[SampleOutput]:
-        """Of its samples, in order."""
+        """Rows of the group's samples, in order."""
         return [row for output in self.outputs for row in output.rows]
 
 

@@ -161,15 +161,14 @@ def corrected_ppo_loss(
     if weights is not None:
         corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
-    for key, value in reported.items():
-        # Means over tokens, whatever the loss averages over: runs of different modes are compared.
-        metrics[REPORTED_AS + key] = _mean_share(value.to(behaviour.dtype), mask, config, "token-mean")
+    # Means over tokens, whatever the loss averages over: runs of different modes are compared.
+    means = {key: _mean_share(value.to(behaviour.dtype), mask, config, "token-mean") for key, value in reported.items()}
     entropy = model_output.get("entropy")
     # With its pass over the batch verl logs the entropy itself.
     if not recomputed and entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
-        metrics[f"{REPORTED_AS}actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
-    return loss, metrics
+        means["actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
+    return loss, metrics | {REPORTED_AS + key: mean for key, mean in means.items()}
 
 
 def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -325,10 +325,7 @@ class TrainerRun(_VerlsTrainer):
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
-        """Save a checkpoint of the last completed step.
-
-        Under PR it includes the tokens decoded since, but for those of unfinished conversations.
-        """
+        """Save a checkpoint of the last completed step; under PR it has the tokens decoded since, but for conversations."""
         step = self.files.completed_step
         if step and self.config.trainer.save_freq > 0:
             self.global_steps = step
