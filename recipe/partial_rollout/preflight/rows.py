@@ -183,9 +183,9 @@ def _check_memory(key: str, value: Any, batch: float) -> None:
     needed, free = _PIXEL_COPIES * batch / _GIB, psutil.virtual_memory().available / _GIB
     if needed > free:
         words = (
-            f"the images of a batch need {needed:.1f} GiB on this machine ({_PIXEL_COPIES} copies of their pixels), and"
+            f"the images of a batch need {needed:.1f} GiB ({_PIXEL_COPIES} copies of their pixels), and {free:.1f} GiB are "
+            f"free on this machine: make the images or data.train_batch_size smaller (docs/own_job.md#memory)"
         )
-        words = f"{words} {free:.1f} GiB are free: make them smaller, or data.train_batch_size (docs/own_job.md#memory)"
         raise fail(key, value, words)
 
 
