@@ -112,9 +112,10 @@ def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
 
 
 def restore(manager: PromptsManager, state: dict[str, Any]) -> None:
-    """Give ``manager``, which is new, the encoded state: unfinished samples are claimable, no sample has an owner.
+    """Load the encoded state into a new ``manager``. Its unfinished samples can be claimed; no worker owns any of them.
 
-    The source is open again: a resumed training may have more steps than the one that drained.
+    The manager asks its source for prompts again, even if the saved run had reached the end of its steps. The resumed
+    run may have more steps.
     """
     backlog, groups = manager.backlog, manager.groups
     manager.version = state["version"]

@@ -86,9 +86,10 @@ def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
 
 
 def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
-    """As ``bubble_fraction``, of a phase that calls outlast: they are not known yet, so those that ended count whole.
+    """Return the bubble of a phase in which engine calls are still running when it ends; None if it took no time.
 
-    Close in the mean over many phases, not for one of them (0 to 1); None if it took no time.
+    A running call is not known yet, so each call counts whole in the phase in which it ends. The share (0 to 1) is
+    therefore right as a mean over many phases, not for a single one.
     """
     if phase.seconds <= 0:
         return None

@@ -214,10 +214,11 @@ def run_settings(
 
 
 def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> dict[str, float]:
-    """Decoded tokens, seconds, tokens/s, and the bubble as a share, 0 to 1.
+    """Return the metrics of a rollout phase: its tokens, seconds, tokens per second, and the bubble as a share (0 to 1).
 
     Args:
-        goes_on: calls outlast the phase (separate placement). All figures are then those of the calls that ended.
+        full: calls that could run at once: the slots of the engines, or the samples of a batch if those are fewer.
+        goes_on: engine calls go on after the phase (separate placement). All figures then count only calls that ended.
     """
     bubble = bubble_of_ended(phase, full) if goes_on else bubble_fraction([phase], full)
     rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0

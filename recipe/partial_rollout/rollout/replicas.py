@@ -100,9 +100,10 @@ class ServerControl:
         await self._all("putting to sleep", lambda replica: replica.sleep())
 
     async def load(self) -> ReplicaLoad:
-        """Requests and decoded tokens of the replicas that answer.
+        """Return the requests and decoded tokens of each replica that answers, by its address.
 
-        The death of another is noticed at the next request that must succeed, an interruption at the latest.
+        A replica that does not answer is left out. If it is dead, the next call that needs every replica finds out, at
+        the latest the interruption at the end of the round.
         """
         answers = await self._answers("asking for load of", _asking("load"))
         return {

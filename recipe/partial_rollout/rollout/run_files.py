@@ -88,7 +88,7 @@ class RunFiles:
 
 
 def _copy(files: dict[Path, Path]) -> None:
-    """Copy those of ``files`` that exist; the copies can be written whoever may write the originals."""
+    """Copy each key of ``files`` that exists to its value. A copy can be written even if its original is read-only."""
     for old, new in files.items():
         if old.exists():
             shutil.copyfile(old, new)

@@ -100,11 +100,11 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         )
 
     def use_replicas(self, servers: dict[str, Any]) -> None:
-        """Send calls to these replicas from here on, of which some were restarted; by address."""
+        """Send calls to ``servers`` from here on: all replicas by address, those that were restarted included."""
         self.llm_client.replicas.use(servers)
 
     async def serve(self) -> None:
-        """Run ``ClaimLoop.serve``; a driver that lost its connection asks again, and awaits the same."""
+        """Run ``ClaimLoop.serve`` once. A driver that lost its connection calls again, and awaits the same task."""
         if self._serving is None:
             home = asyncio.get_running_loop()
             home.set_task_factory(_task)

@@ -63,7 +63,7 @@ class Outbox:
         """kinds of the errors that were reported"""
 
     async def serve(self) -> NoReturn:
-        """Send what is to be sent. The content of a report that fails is lost: its error ends the worker."""
+        """Send each report until the worker ends. An error while sending ends the worker, and that report is lost."""
         while True:
             await self._sends.wait()
             # Cleared before the content is taken: what happens from here on sets it again.

@@ -65,7 +65,10 @@ class Pictures:
         return self._compute_multi_modal_inputs(shown, ids)
 
     def positions(self, ids: torch.Tensor, mask: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Position ids [1, 4, L] of ``ids`` and their attention ``mask`` [1, L]: of the text, and three of the images."""
+        """Return the position ids [1, 4, L] of ``ids`` [1, L] under the attention ``mask`` [1, L].
+
+        The first of the four counts the text. The other three are time, height and width in an image.
+        """
         # verl takes a part out of the dictionary.
         return self._compute_position_ids(ids, mask, dict(inputs))
 
