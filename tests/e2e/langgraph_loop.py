@@ -7,10 +7,9 @@ moment, as calls do.
 import asyncio
 import contextlib
 import json
-import os
-from pathlib import Path
 from typing import Any
 
+from greedy_loop import fail_once
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGeneration, ChatResult
@@ -114,12 +113,6 @@ class ReactLoop(AgentLoopBase):
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    """How many digits are in the response; raises once in a training, if ``REWARD_FAILS`` names a file."""
-    if marker := os.environ.get("REWARD_FAILS"):
-        try:
-            Path(marker).touch(exist_ok=False)
-        except FileExistsError:
-            pass
-        else:
-            raise ConnectionError("the reward's service is away")
+    """How many digits are in the response."""
+    fail_once()
     return float(sum(character.isdigit() for character in solution_str) % 11)

@@ -1,4 +1,4 @@
-"""A loop that compacts its context trains all its rows in both arms; PR's worker is killed in the midst."""
+"""A loop that compacts its context trains all its rows in both arms, however PR's run is disturbed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def arms(module_start, wait_for, read_run, tmp_path_factory):
-    """noPR, and PR whose worker is killed."""
+    """noPR, and PR: interrupted at every token, its worker is killed, and its first reward raises."""
     task = tmp_path_factory.mktemp("calculator")
     ready = [sys.executable, "-m", "recipe.partial_rollout.tasks.ready_start", "--task", "calculator"]
     subprocess.run([*ready, "--out", str(task / "task")], check=True, timeout=300)
@@ -36,6 +36,7 @@ def arms(module_start, wait_for, read_run, tmp_path_factory):
             "trainer.use_v1=True",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=compacting",
+            f"reward.custom_reward_function.path={HERE / 'greedy_loop.py'}",
             f"data.train_max_samples={4 * STEPS}",
             "data.max_response_length=100",
             "actor_rollout_ref.rollout.max_model_len=164",
@@ -50,6 +51,8 @@ def arms(module_start, wait_for, read_run, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]))
         nopr = finish(start("noPR", "partial_rollout.enable=False"))
+        patch.setenv("INTERRUPT_EVERY_TOKEN", "1")
+        patch.setenv("REWARD_FAILS", str(task / "failed"))
         run = start("PR", "partial_rollout.overlap=1", "partial_rollout.max_staleness=3")
         wait_for(lambda: (run.directory / "said" / "1.jsonl").exists(), "the second step")
         processes_of_session(run.process.pid, "ray::PartialRolloutAgentLoopWorker")[0].kill()
@@ -76,3 +79,11 @@ def test_audit_counts_samples_and_rows(arms):
     assert rows == len(lines(run)) and re.search(rf"^rows trained +{rows}$", result.table(), re.MULTILINE)
     for each in (nopr, run):
         assert sum(step["partial_rollout/trained/rows"] for step in each.steps.values()) == rows
+
+
+def test_it_was_disturbed_and_lost_nothing(arms):
+    _, run = arms
+    last = run.steps[STEPS]
+    assert last["partial_rollout/failures/workers_restarted_total"] == 1
+    assert last["partial_rollout/failures/retried_total"] >= 1 and last["partial_rollout/failures/masked_total"] == 0
+    assert max(step["partial_rollout/segments_per_sample/max"] for step in run.steps.values()) > 60

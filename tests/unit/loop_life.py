@@ -123,6 +123,12 @@ class Engine:
         log_probs = log_probs if sampling_params.get("logprobs") else None
         return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={"global_steps": version})
 
+    async def quiet(self):
+        """Return once no request runs."""
+        while self.running:
+            await asyncio.sleep(self.tick)
+
+
 
 def digest(context):
     return hashlib.blake2b(repr([int(token) for token in context]).encode(), digest_size=8).digest()
@@ -253,8 +259,9 @@ class Life:
             self.worker.close_round()
             self.engine.aborting.set()
             await self.within(self.worker.flush(), timeout_s)
-        # What a dead worker has asked for, an engine ends by itself.
-        assert not self.engine.running or self.lives > 1, "the engine is quiet"
+        assert not self.worker._claims._running, "no call of a loop that awaits it runs"
+        # The engine alone ends the requests of calls that were given up, and of workers that died.
+        await self.within(self.engine.quiet(), timeout_s)
         self.steps.append([group.uid for group in batch.groups])
         await self.actor.finish_step()
         for group in batch.groups:

@@ -271,15 +271,45 @@ def test_estimator_compares_samples_and_rows_share_their_advantage(name, config)
         assert torch.allclose(found[at], expected[owners[row], piece], atol=1e-6), name
 
 
-def test_grpo_is_that_of_float64_and_of_verls_v1(config):
-    data, keys, owners, _, scores = batch_of(COUNTS, 4)
+def reference(name, scores, lengths, mask):
+    """The advantage of each token, in float64, of groups of four samples with ``scores`` [S] and ``lengths`` [S].
+
+    ``mask`` [S, K]: their tokens, for estimators that whiten.
+    """
+    groups, lengths = scores.reshape(-1, 4), lengths.reshape(-1, 4).double()
+    mean, deviation = groups.mean(1, keepdim=True), groups.std(1, keepdim=True) + 1e-6
+    first, second = groups.topk(2, dim=1).values.split(1, dim=1)
+    own = {
+        "grpo": (groups - mean) / deviation,
+        "rloo": groups - (groups.sum(1, keepdim=True) - groups) / 3,
+        "opo": groups - (lengths * groups).sum(1, keepdim=True) / lengths.sum(1, keepdim=True),
+        "grpo_passk": torch.where(groups == first, (first - second) / deviation, 0.0),
+        "gpg": groups - mean,
+        "reinforce_plus_plus": groups,
+        "reinforce_plus_plus_baseline": groups - mean,
+    }[name.removesuffix("_vectorized")]
+    tokens = own.reshape(-1, 1) * mask
+    if name.startswith("reinforce"):
+        trained = tokens[mask.bool()]
+        tokens = (tokens - trained.mean()) / trained.std() * mask
+    return tokens
+
+
+@pytest.mark.parametrize("name", estimators())
+def test_estimator_is_that_of_float64(name, config):
+    data, keys, owners, places, scores = batch_of(COUNTS, 4)
+    found = advantages(data, keys, name, config)
+    mask = torch.zeros(len(COUNTS), max(COUNTS), WIDTH, dtype=torch.float64)
+    mask[owners, places] = data.batch["response_mask"].double()
+    expected = reference(name, scores, mask.sum((1, 2)), mask.flatten(1))
+    expected = expected.unflatten(1, (-1, WIDTH))[owners, places]
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_grpo_is_that_of_verls_v1(config):
+    data, keys, *_ = batch_of(COUNTS, 4)
     own = advantages(data, keys, "grpo", config)
-    verls = advantages(data, keys, "grpo", config, of=v1_utils)
-    assert torch.allclose(own, verls)
-    groups = scores.reshape(-1, 4)
-    centred = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
-    expected = centred.flatten()[torch.from_numpy(owners)][:, None] * data.batch["response_mask"]
-    assert torch.allclose(own.double(), expected, atol=1e-5)
+    assert torch.allclose(own, advantages(data, keys, "grpo", config, of=v1_utils))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
