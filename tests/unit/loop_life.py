@@ -129,7 +129,6 @@ class Engine:
             await asyncio.sleep(self.tick)
 
 
-
 def digest(context):
     return hashlib.blake2b(repr([int(token) for token in context]).encode(), digest_size=8).digest()
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipe.partial_rollout.preflight.rules import check_rules
 from tests.studies.arm import BASELINE, Arm
@@ -12,6 +13,7 @@ from tests.studies.learning.arms import ARMS, COMMON, at_rates
 from tests.studies.learning.figures import Gap, compare
 from tests.studies.learning.published import staleness_table
 from tests.studies.learning.run import SERIES, LearningRun
+from tests.studies.learning.stale_negatives import Candidate, kept
 from tests.studies.peers.arms import ARMS as PEERS
 from tests.studies.peers.arms import SEPARATE
 from tests.studies.processes import WarmProcess, run_fresh
@@ -50,6 +52,24 @@ def test_every_arm_composes_and_passes_the_recipes_checks(composed_config, tmp_p
             assert config.ray_kwargs.ray_init.num_gpus >= 2 and rollout.checkpoint_engine.backend == "shm", arm.name
         if arm.name in SEPARATE and trainer.use_v1:
             assert trainer.v1.trainer_mode == "separate_async" and trainer.v1.separate_async.parameter_sync_step == 1
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        (Candidate.SAMPLE, [[0, 0, 1], [1, 1, 1], [1, 1, 1]]),
+        (Candidate.AGE, [[1 / 3, 1, 1], [1, 1, 1], [1, 1, 1 / 2]]),
+        (Candidate.DUAL, [[1, 1, 1], [1, 1, 1], [0, 1, 1]]),
+    ],
+)
+def test_candidate_lessens_stale_negatives_alone(candidate, expected):
+    """Samples: less likely than when it was made; with a positive advantage; more likely."""
+    behaviour = torch.zeros(3, 3)
+    current = torch.tensor([[-0.1, -0.02, 9.0], [-0.1, -0.1, -0.1], [1.2, 0.0, 0.0]])
+    advantages, age = torch.tensor([[-1.0] * 3, [1.0] * 3, [-1.0] * 3]), torch.tensor([[2, 0, 2], [2] * 3, [0, 0, 1]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+    found = kept(candidate, current=current, behaviour=behaviour, advantages=advantages, age=age, mask=mask)
+    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_complete_run_is_not_trained_again_nor_taken_for_another(tmp_path, monkeypatch):

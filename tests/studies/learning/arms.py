@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tests.studies.arm import BASELINE, Arm
-from tests.studies.learning import delayed_weights
+from tests.studies.learning import delayed_weights, stale_negatives
+from tests.studies.learning.stale_negatives import Candidate
 from tests.studies.peers.arms import ARMS as PEERS
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -86,6 +87,15 @@ def _delayed(versions: int) -> Arm:
     return Arm(f"PR_delayed_{versions}", f"synchronous, weights {versions} versions old", overrides)
 
 
+def _less_pushed(arm: Arm, candidate: Candidate) -> Arm:
+    """``arm`` with a candidate against its collapse."""
+    overrides = (
+        f"actor_rollout_ref.model.external_lib={stale_negatives.__name__}",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.{stale_negatives.CANDIDATE}={candidate}",
+    )
+    return Arm(f"{arm.name}_{candidate}", f"{arm.caption}, candidate {candidate}", (*arm.overrides, *overrides))
+
+
 _CHANGES = {
     "mask": ("trust region mask", "partial_rollout.trust_region=mask"),
     "uncorrected": ("correction=none", "partial_rollout.correction=none"),
@@ -133,6 +143,7 @@ ARMS = {
         *(_changed(_eta(eta), name) for eta in ETAS for name in ("uncorrected", "mask")),
         *(_changed(_eta(8), name) for name in ("recompute", "decay")),
         _changed(_eta(8), "mask", "decay"),
+        *(_less_pushed(arm, each) for arm in (_changed(_eta(8), "mask"), _DEFAULT) for each in Candidate),
         _delayed(8),
         _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
