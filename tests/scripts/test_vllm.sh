@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what another release of vLLM can break, without a GPU, in an environment of its own, and ends with a row for CONTRIBUTING.md.
-# run_tests.sh tests the release of requirements-cpu.txt. CI does not run this script yet.
+# CI runs it for each requirements-vllm-*.txt, after run_tests.sh, which tests the release of requirements-cpu.txt.
 #
 #   bash tests/scripts/test_vllm.sh 0.32.0                          the contract with vLLM, engines, a training of each arm
 #   bash tests/scripts/test_vllm.sh 0.32.0 tests/unit -k contract   only pytest with those arguments
@@ -9,6 +9,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PARTIAL_ROLLOUT_VLLM=${1:?a release of vLLM, such as 0.32.0}
 shift
+export PARTIAL_ROLLOUT_VENV=.venv-vllm-$PARTIAL_ROLLOUT_VLLM
+# The usual environment has uv, which installs a second one in a quarter of pip's time.
+PATH+=:$PWD/.venv/bin
 bash run_scripts/setup.sh --quiet
 source run_scripts/env_cpu.sh
 # As in run_tests.sh: two processes at once, whose OpenMP threads sleep where they wait.
