@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, padding_utils
 
+from recipe.partial_rollout.manager.policies import common_value
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.preflight.learning_rules import NOT_UNDER_V1
 from recipe.partial_rollout.records.run_log import TrainedGroup
@@ -202,6 +203,12 @@ def test_staleness_of_a_sample_is_that_of_its_oldest_row():
     turns = [([1], 5, [7, 8]), ([2], 3, [9])]
     output = sample_output(played(*turns), [output_of(prompt, tokens) for prompt, _, tokens in turns], 10**6)
     assert output.staleness(6) == 3 and output.generated.tolist() == [5, 5, 3]
+
+
+def test_dynamic_sampling_compares_samples_whatever_their_rows():
+    alike = sample_of(2, 3, score=0.5), sample_of(1, score=0.5)
+    assert common_value("seq_reward", alike) == 0.5
+    assert common_value("seq_reward", (*alike, sample_of(1, 1, 1, score=1.0))) is None
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------
