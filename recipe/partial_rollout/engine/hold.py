@@ -106,7 +106,9 @@ def tokens_made(engine: Any) -> dict[str, int]:
 
 
 def record_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version: int | None) -> None:
-    """Add to ``marks`` of each request that the tokens it has ``made`` since the last call are of ``version``.
+    """Append (tokens so far, ``version``) to the marks of each request that has made tokens since its last mark.
+
+    ``made`` has the tokens so far of each request. Requests that are not in ``marks`` are ignored.
 
     >>> marks = {"a": []}
     >>> record_marks(marks, {"a": 5, "of another": 7}, version=3)

@@ -168,10 +168,10 @@ def _sampled(log_probs: logprobs.FlatLogprobs) -> Iterator[_Sampled]:
 
 
 def _thin(output: RequestOutput) -> None:
-    """Replace flat log-probs by an iterator over the sampled tokens' log-probs, which can be read once.
+    """Replace the flat log-probs in ``output`` by an iterator over those of the sampled tokens, which can be read once.
 
-    vLLM's own reader makes a dictionary and an object for each token. An interruption would wait while the server's one
-    thread did so for all requests.
+    vLLM's own reader makes a dictionary and an object for each token. At an interruption it would do so for all requests,
+    in the server's only thread.
     """
     for answer in output.outputs:
         if isinstance(answer.logprobs, _FLAT):
@@ -307,10 +307,10 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Return the requests in this server's engine, and the tokens that it has decoded.
+        """Return the number of requests in this server's engine, and the tokens decoded since its start.
 
-        Tokens that the core has not sent yet (``verl_ext.piecewise_scheduler``) are not counted. Only a replica's first
-        server is asked.
+        Tokens that the core has not sent yet (``verl_ext.piecewise_scheduler``) are not counted. Only the first server of
+        a replica is asked.
         """
         # Answered by the API server alone, so it costs the engine no step.
         running = len(self.engine.output_processor.request_states)
@@ -351,7 +351,7 @@ class RecipeVLLMReplica(vLLMReplica):
         """processes of the engine, by node"""
 
     async def launch_servers(self) -> None:
-        """Do as verl's, and note the engine's processes."""
+        """Launch the servers as verl does, and remember their engine processes."""
         await super().launch_servers()
         self._engine_processes = await asyncio.gather(*[server.child_processes.remote() for server in self.servers])
 
@@ -364,9 +364,10 @@ class RecipeVLLMReplica(vLLMReplica):
         await asyncio.gather(*[server.hold.remote() for server in self.servers])
 
     async def relaunch(self) -> None:
-        """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with.
+        """Restart this replica: kill all its servers and engine processes, and launch new servers.
 
-        The caller sets the deadline.
+        The new servers are asleep. They hold the weights that the model was first loaded with, not the trainer's. The
+        caller sets the deadline.
         """
         for server in self.servers:
             # Ray may no longer know a dead server.

@@ -87,7 +87,14 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
 def encode(
     captured: dict[str, Any], fetch: Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
 ) -> dict[str, Any]:
-    """``captured``, completed in place; ``fetch`` brings the outputs of stored groups, by uid."""
+    """Complete ``captured`` in place and return it.
+
+    The outputs of stored groups are put in. Segments and outputs become dictionaries of their fields.
+
+    Args:
+        captured: the dictionary that ``capture`` returned.
+        fetch: returns the outputs of the stored groups that it is given, by uid.
+    """
     stored = {group["prompt"]["uid"]: group.pop("stored") for group in captured["groups"]}
     fetched = fetch({uid: outputs for uid, outputs in stored.items() if outputs is not None})
     for group in captured["groups"]:

@@ -244,7 +244,10 @@ class PromptsManager:
 
     @property
     def wanted(self) -> int:
-        """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
+        """Number of prompts that the driver should offer now, so that the next version does not run short.
+
+        With dynamic sampling it includes N spare prompts, which replace filtered groups. 0 if the source has none left.
+        """
         # The driver is asked for more when fewer than N are left: so many may be filtered until it has answered.
         spare = self._settings.batch_groups if self._filter is not None else 0
         missing = self._admission.most_per_version() + spare - len(self.backlog.prompts)

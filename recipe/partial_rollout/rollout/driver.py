@@ -231,11 +231,11 @@ class Driver:
         """Wait for the batch of ``step`` and take it.
 
         Raises:
-            RuntimeError: the batch before it is not trained.
+            RuntimeError: the trainer has not finished the previous batch (``finish_step``).
             RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
                 names it.
             TimeoutError: a wait passed its deadline.
-            StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
+            StopTraining: the user asked for it; the engines are quiet, and the manager has every decoded token.
         """
         self._require_trained("the next batch")
         requested_at, log = time.time(), self._recorder.log

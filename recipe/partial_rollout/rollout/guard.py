@@ -280,12 +280,12 @@ async def watch_round(
     began: float,
     look: Callable[[bool], Awaitable[RoundProgress]] | None = None,
 ) -> NoReturn:
-    """Show how far the round of ``step`` is, for ever: below verl's progress bar on a terminal, else printed.
+    """Show the progress of the round of ``step``, for ever: below verl's progress bar on a terminal, else as printed lines.
 
     Args:
-        began: when, ``time.monotonic``.
-        look: asks the manager how far the round is; its argument says whether an engine has made tokens since the last
-            time. None under noPR.
+        began: start of the round, ``time.monotonic``.
+        look: asks the manager for the progress. Its argument tells whether an engine has made tokens since the last call.
+            None under noPR.
     """
     seen = await control.load()
     shown, shown_at = dict(seen), time.monotonic()

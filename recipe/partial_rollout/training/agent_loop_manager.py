@@ -91,15 +91,16 @@ class ObservedAgentLoopManager(AgentLoopManager):
         driver: Any,
         pictures: Pictures | None = None,
     ) -> None:
-        """Record the run; call it once, after the workers are up.
+        """Connect the parts of the run. Call it once, after the workers are up.
 
         Args:
-            steps: of the training.
+            recorder: records rounds and validations.
+            steps: the steps of the training.
             stop: the signals that end a validation.
-            on_batch: called with each batch for training and its step.
+            on_batch: called with each training batch and its step.
             pad_id: token id of the padding.
-            driver: PR's ``Driver``, which has the batches; None under noPR.
-            pictures: of a model that sees; None for any other, and under noPR.
+            driver: PR's ``Driver``, which gives the batches; None under noPR.
+            pictures: for a model that takes images; None for any other, and under noPR.
         """
         self.recorder, self._steps, self._stop = recorder, steps, stop
         self.on_batch, self._pad_id, self._driver, self._pictures = on_batch, pad_id, driver, pictures

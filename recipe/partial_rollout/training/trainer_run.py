@@ -435,7 +435,7 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """Run verl's ``fit`` as ``run_fit`` does."""
+        """Run verl's ``fit`` through ``run_fit``."""
         self.run_fit(super().fit)
 
     def _load_checkpoint(self) -> None:

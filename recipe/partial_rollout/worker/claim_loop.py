@@ -47,7 +47,7 @@ class Outbox:
     Args:
         worker: name in the reports.
         manager: handle of the manager actor.
-        on_leases: called with the leases in the answer to each report.
+        on_leases: called with the leases (granted slots) in the answer to each report.
     """
 
     def __init__(self, worker: str, manager: Any, on_leases: Callable[[list[Lease]], None]) -> None:
@@ -100,7 +100,10 @@ class Outbox:
         return text
 
     def record_rescored(self, error: RewardError) -> None:
-        """Count a reward that failed and is asked for again, and add ``error`` to the next report."""
+        """Count a reward that failed and will be computed again.
+
+        ``error`` goes out with the next report if it is the first of its kind.
+        """
         self.unsent.rescored += 1
         self.record_error(error)
 
@@ -310,7 +313,7 @@ class ClaimLoop:
 
 
 def _require_listener(sample: LiveSample) -> None:
-    """Raise ``CancelledError`` in an engine call whose agent loop has ended: the call must not take a slot any more."""
+    """Raise ``CancelledError`` if the agent loop of ``sample`` has ended: the call must not take a slot."""
     if sample.ended:
         raise asyncio.CancelledError(
             f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"

@@ -124,7 +124,7 @@ def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True, eq=False)
 class ReplicaAffinity:
-    """The replica that serves the calls of an agent loop."""
+    """The replica that the next call of an agent loop prefers, because the loop's context is cached there."""
 
     replica: str | None = None
     """address of the replica of its last call, if its prefix is cached there"""
@@ -185,7 +185,7 @@ class Turn:
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [length]"""
+        """int32 [length]; policy version that made each token"""
         return np.concatenate([np.full(len(segment), segment.version, np.int32) for segment in self.segments])
 
 

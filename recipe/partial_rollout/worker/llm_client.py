@@ -333,12 +333,13 @@ def check_sampling(sample_id: str, params: dict[str, Any]) -> None:
 
 
 def unlike_training(params: dict[str, Any], temperature: float) -> str:
-    """Name the parameter with which the engine samples from another distribution than the trainer computes, or "".
+    """Return the first parameter that makes the engine's distribution differ from the trainer's, as "name=value".
 
-    The engine's log-probs are of the distribution that it samples from: of the tokens that ``top_p`` keeps, for example.
+    Return "" if none does. The engine reports log-probs under its own distribution, which with ``top_p``, for example, is
+    normalised over the tokens that are kept.
 
     Args:
-        temperature: the trainer's.
+        temperature: the temperature at which the trainer computes log-probs.
 
     >>> unlike_training({"temperature": 1.0, "top_p": 0.7, "top_k": -1}, 1.0), unlike_training({"top_p": 1.0}, 1.0)
     ('top_p=0.7', '')

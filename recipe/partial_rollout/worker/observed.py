@@ -350,7 +350,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self._check_score(output, row, validate)
 
     def _check_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
-        """Refuse a score that cannot be trained, or that says too little for the algorithm."""
+        """Raise ``RewardError`` if the score is not a finite number.
+
+        In training also raise it if the reward lacks another number that the run needs: one of
+        ``algorithm.gdpo_reward_keys``, or the metric of dynamic sampling.
+        """
         score, info, prompt = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}, row.get("uid")
         output.reward_score = checked(score, prompt, info, () if validate else self._parts)
         # Groups of a validation are not filtered.

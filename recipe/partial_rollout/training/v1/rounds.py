@@ -150,7 +150,10 @@ def _tag(row: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def give_versions(batch: KVBatchMeta) -> None:
-    """Give verl's filler rows in ``batch`` versions: they are copies of a row, with tokens of their own."""
+    """Set ``rollout_versions`` of verl's filler rows in ``batch`` to a single -1: no policy sampled their one token.
+
+    verl makes a filler row from a copy of another row. It replaces the tokens, but keeps the versions of that row.
+    """
     fillers = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
     if fillers:
         rows = [{"rollout_versions": torch.full((1,), -1, dtype=torch.int32)} for _ in fillers]

@@ -73,7 +73,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         """Send no weights yet: the run's parts are not connected."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Run verl's ``fit`` as ``run_fit`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
+        """Connect the run's parts to ``agent_loop_manager``, this arm's manager; then run verl's ``fit`` by ``run_fit``.
+
+        The replay buffer is a ``RoundBuffer``.
+        """
         self.async_rollout_manager = agent_loop_manager
         # v1 makes the agent-loop manager last and hands it to ``fit``: workers and replicas exist only now.
         self._connect(agent_loop_manager)
