@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 async def pause(engine: Any, *, clear_kv: bool) -> None:
-    """Hold ``engine``; returns when its output processor has every token made so far. Holding it twice is the same as once.
+    """Hold ``engine``, and return when its output processor has every token made so far. A second hold changes nothing.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -132,7 +132,9 @@ def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
     [Span(start=0, stop=5, version=3)]
 
     Args:
-        tokens: of the request. marks: of the holds, in order. version: in force when it ended.
+        tokens: number of tokens of the request.
+        marks: the request's marks, one a hold, in order.
+        version: policy version of the engine when the request ended.
 
     Raises:
         RuntimeError: the marks do not ascend, or count more tokens than there are.

@@ -108,10 +108,10 @@ class ManagerActor:
             raise RolloutFailedError(self._failure)
 
     def _stall_left_s(self) -> float:
-        """Seconds until the round counts as stalled.
+        """Return the seconds until the round counts as stalled.
 
         Raises:
-            RolloutFailedError: it is, and no sample waits for its retry.
+            RolloutFailedError: the round has stalled, and no sample waits for its retry.
         """
         parked, idle_s = self._manager.samples.parked, time.monotonic() - self._moved_at
         limit_s = self._parked_s if parked else self._stall_s
@@ -131,11 +131,11 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts to offer: those that this version, or the next, may need beyond the backlog."""
+        """Return the number of prompts that the driver should offer now (``PromptsManager.wanted``)."""
         return self._manager.wanted
 
     async def enqueue(self, prompts: list[Prompt], source_left: int) -> None:
-        """These prompts replace filtered groups."""
+        """Put prompts that replace filtered groups into the backlog, and admit what is allowed."""
         self._manager.backlog.enqueue(prompts, source_left)
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
@@ -219,7 +219,7 @@ class ManagerActor:
         self._wake()
 
     async def progress(self, decoded: bool = False) -> RoundProgress:
-        """How far the round is; it answers at once and wakes nobody.
+        """Return how far the round is. It answers at once and wakes nobody.
 
         Args:
             decoded: whether an engine has made tokens that no worker may have reported yet.

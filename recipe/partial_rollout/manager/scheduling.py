@@ -221,9 +221,10 @@ class ClaimQueue:
             heapq.heapify(self._heaps[owner])
 
     def pop(self, worker: str, *, own_only: bool = False) -> Sample | None:
-        """The next sample for ``worker``: of overdue groups, then of those that it holds, then of all others.
+        """Remove and return the next sample for ``worker``; None if there is none.
 
-        ``own_only``: leave samples that any worker could claim to others, unless they are overdue.
+        Args:
+            own_only: leave samples that any worker could claim to other workers, unless they are overdue.
         """
         tops = [(top, owner) for owner in (worker, None) if (top := self._top(owner)) is not None]
         if own_only:

@@ -160,7 +160,7 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
 
     Args:
         known: verl's defaults of the node.
-        path: of the node, with a dot at its end.
+        path: path of the node in the config, with a dot at its end.
         free: beginning of keys that the user's own code may read.
     """
     known = known if isinstance(known, Mapping) else {}

@@ -161,7 +161,7 @@ class ServerControl:
         return found
 
     async def _answers(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[Any, Any]:
-        """The answer of each living replica, or the error in its place; all are asked at once."""
+        """Ask all living replicas at once, and return the answer of each, or its error."""
 
         async def answer(replica: Any) -> Any:
             named = f"{what} vLLM replica {replica.server_address}"

@@ -118,12 +118,13 @@ def corrected_ppo_loss(
     policy: ProximalPolicy,
     region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on the proximal policy of the run, inside the region if there is one.
+    """Compute verl's ``ppo_loss`` on the proximal policy of the run, within the trust region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
         data: a micro-batch, with ``VERSION``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
-        policy: of the run. region: None for none.
+        policy: source of the proximal log-probs and of the weights.
+        region: the trust region; None if there is none.
 
     Raises:
         RuntimeError: the policy asks for weights, and there are none.
@@ -198,7 +199,8 @@ def _weighted(
     The weights are None if the run has none.
 
     Args:
-        current: [B, R], the log-probs of that policy. recomputed: whether the batch has those that verl recomputed.
+        current: [B, R], the update's own log-probs.
+        recomputed: whether ``old_log_probs`` of the batch were recomputed by verl.
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None

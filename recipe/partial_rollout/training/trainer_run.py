@@ -94,9 +94,9 @@ class TrainerRun(_VerlsTrainer):
     """The run's part of a trainer; reads ``config.partial_rollout``.
 
     Args:
-        settings: of the run.
-        files: of the run, which has begun.
-        args, kwargs: verl's.
+        settings: the run's settings.
+        files: the run's files, after ``RunFiles.begin``.
+        args, kwargs: arguments of verl's trainer.
     """
 
     checkpoint_manager: Any

@@ -237,7 +237,7 @@ class ClaimLoop:
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        """Context of an engine call: entered once the sample has a slot and the round is open.
+        """Enclose an engine call of ``sample``: wait until the sample has a slot and the round is open, then enter.
 
         Calls of one sample share its slot. A worker never runs more requests than it has slots: a second call of a sample
         takes the place of a sample that has a slot and does not decode. If there is none, it waits.
@@ -267,7 +267,7 @@ class ClaimLoop:
             self._ended.set()
 
     def _obstacle(self, sample: LiveSample) -> asyncio.Event | None:
-        """Event that a call of ``sample`` has to wait for before it looks again; None: it may run."""
+        """Return the event that a call of ``sample`` has to wait for before it asks again; None if the call may run."""
         if not sample.leased.is_set():
             return sample.leased
         if not self.open.is_set():
@@ -279,7 +279,7 @@ class ClaimLoop:
         return self._ended
 
     def release_slot(self, sample: LiveSample) -> None:
-        """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
+        """Give the slot of ``sample`` back and ask for one again. Call it inside ``engine_call`` after an interruption."""
         # Otherwise a call beside this one has asked; the tokens of this one go out with the next report.
         if sample.leased.is_set() and not sample.ended:
             self._ask_for_slot(sample)

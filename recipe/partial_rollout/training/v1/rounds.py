@@ -44,8 +44,8 @@ class RoundBuffer:
 
     Args:
         rollout: the arm's agent-loop manager, which makes the batches.
-        loader: yields what they are made of.
-        samples: of a prompt, ``rollout.n``.
+        loader: yields the rows that the batches are made of.
+        samples: number of samples of a prompt, ``rollout.n``.
     """
 
     def __init__(self, rollout: Any, loader: Any, samples: int) -> None:
@@ -55,10 +55,10 @@ class RoundBuffer:
         """the batch that was put last"""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """The batch of step ``global_steps``, and its metrics.
+        """Make the batch of step ``global_steps``, and return it with its metrics.
 
         Raises:
-            DataEndedError: there is none.
+            DataEndedError: the data has ended.
         """
         prompts = DataProto.from_single_dict(self._next_rows())
         prompts.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(prompts))], dtype=object)

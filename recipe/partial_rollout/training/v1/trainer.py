@@ -98,9 +98,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         return {}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Rows by which a batch is filled up: each rank and each update gets as many.
+        """Return the number whose multiple verl fills a batch up to, so that all ranks and updates get equally many rows.
 
-        verl fills up whole mini-batches. A step of a few more rows than usual would have an update on those alone.
+        verl itself fills up whole mini-batches. A step with a few more rows than usual would then have an update on those
+        rows alone.
         """
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
         updates = [self.config.data.train_batch_size // part.ppo_mini_batch_size for part in self._updated]
