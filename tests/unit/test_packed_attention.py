@@ -135,7 +135,7 @@ def test_a_model_that_does_more_than_causal_attention_over_text_is_padded(choose
     assert in_force(choose(path)) == ("sdpa", False)
     # As platform=cpu has it for every model.
     assert in_force(choose(path, f"+{KEY}=packed")) == ("sdpa", False)
-    with pytest.raises(ConfigError, match=f"{KEY}=packed: must be sdpa if actor_rollout_ref.model.use_remove"):
+    with pytest.raises(ConfigError, match=f"{KEY}=packed: must be sdpa with actor_rollout_ref.model.use_remove"):
         choose(f"+{KEY}=packed", "actor_rollout_ref.model.use_remove_padding=False")
 
 
