@@ -122,7 +122,7 @@ def connect(
 
 
 def on_this_node(actor_class: Any) -> Any:
-    """Return the Ray actor class ``actor_class`` with the driver's node as its place: the node's death ends the run anyway.
+    """Bind the Ray actor class ``actor_class`` to the driver's node, whose death ends the run in any case, and return it.
 
     Ray notices a node's death some 15 s late, and may place an actor there until then.
     No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
@@ -186,7 +186,7 @@ class Driver:
 
     @contextlib.asynccontextmanager
     async def loading(self, version: int) -> AsyncIterator[None]:
-        """Keep all replicas alive and idle while entered, for the load of ``version``; then let them accept requests again.
+        """Enclose the load of ``version``: all replicas are alive and decode nothing; afterwards they accept requests.
 
         Separate: at the end the groups of ``version`` are admitted, and held requests go on.
 
