@@ -104,7 +104,9 @@ def attend(
         raise NotImplementedError(f"attention '{NAME}' is causal: {_REMEDY}")
     for name, option in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
         if option is not None:
-            raise NotImplementedError(f"attention '{NAME}' has no {name}: {_REMEDY}")
+            raise NotImplementedError(
+                f"the model asks for {name}, which attention '{NAME}' does not support: {_REMEDY}"
+            )
     kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attended = _in_one_kernel if kernel else _one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

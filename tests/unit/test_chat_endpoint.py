@@ -268,7 +268,7 @@ def test_endpoint_serves_its_own_sample_and_ends_with_it():
     async def agent(chat, client):
         urls.append(chat.url)
         stale = client_of(f"http://{chat.url.split('/')[2]}/0123/v1")
-        with pytest.raises(NotFoundError, match="only chat/completions of a running sample"):
+        with pytest.raises(NotFoundError, match="is not served: send requests to chat/completions"):
             await asking(stale)(messages=[question()])
         await asking(client)(messages=[question()])
 

@@ -63,9 +63,9 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(window, checkpoi
         ({"position_ids": None}, "takes one packed row"),
         ({"position_ids": torch.zeros(2, 4)}, "takes one packed row"),
         ({"attention_mask": torch.ones(1, 4)}, "takes one packed row"),
-        ({"softcap": 30.0}, "has no softcap"),
-        ({"s_aux": torch.zeros(2)}, "has no s_aux"),
-        ({"dropout": 0.1}, "has no dropout"),
+        ({"softcap": 30.0}, "softcap, which attention .* does not support"),
+        ({"s_aux": torch.zeros(2)}, "s_aux, which attention .* does not support"),
+        ({"dropout": 0.1}, "dropout, which attention .* does not support"),
         ({"module": SimpleNamespace(is_causal=False)}, "is causal"),
     ],
 )

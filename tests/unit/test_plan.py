@@ -217,7 +217,7 @@ def test_number_that_is_none_is_refused(capsys, option, values, least):
     ("arguments", "message"),
     [
         (["--group", "4"], "no lengths: give --run or --lognormal"),
-        ([], "--group is missing: give it, or --run"),
+        ([], "--group is missing: set it, or give --run RUN_DIR"),
         ([*LOGNORMAL, "--replicas", "2"], "no engine curve: give --run or --curve"),
         ([*LOGNORMAL, "--replicas", "2", "--curve", __file__], f"{__file__} is no engine curve"),
         (["--run", "/nowhere"], "/nowhere: no such directory"),

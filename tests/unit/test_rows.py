@@ -138,7 +138,10 @@ OWN_REWARD = "reward.custom_reward_function.path"
         ({"priority": "high"}, "priority a number.*row 0 .*ValueError: invalid literal"),
         ({"images": ["a.png"]}, "images need a model that sees.*row 0 .*AssertionError: processor is needed"),
         ({"reward_model": json.dumps({"ground_truth": "7"})}, f"{READS} reward_model.ground_truth"),
-        ({"agent_name": "mine"}, "must be one of single_turn_agent, tool_agent; some have mine"),
+        (
+            {"agent_name": "mine"},
+            "must be one of single_turn_agent, tool_agent; rows name mine, which is not registered",
+        ),
         (
             {"extra_info": {"made": datetime(2026, 1, 1)}},
             "row 0, column extra_info.made: datetime.datetime cannot be saved: only plain",

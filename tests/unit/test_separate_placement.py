@@ -24,7 +24,7 @@ def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, caps
     check_settings(config)
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == "shm"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: partial_rollout.overlap=0.5: at least 1 with partial_rollout.placement=separate")
+    assert line.startswith("warning: partial_rollout.overlap=0.5: at least 1 if partial_rollout.placement=separate")
 
 
 def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(placed, monkeypatch):

@@ -108,6 +108,7 @@ def _extension(code: int, data: bytes) -> Any:
     head, _, raw = data.partition(b"\n")
     dtype, *shape = head.decode().split()
     if not _DTYPE.fullmatch(dtype):
-        raise ValueError(f"dtype {dtype!r} is not allowed")
+        words = f"the checkpoint holds an array of dtype {dtype!r}, which the recipe never saves"
+        raise ValueError(f"{words}: resume from another checkpoint")
     array = np.ndarray([int(side) for side in shape], dtype, bytearray(raw))
     return array if code == _ARRAY else array[()]

@@ -196,7 +196,7 @@ def allowed(kind: inspect.Type, number: str = "a number") -> str:
             for limit, bound in (("above", kind.gt), ("of at least", kind.ge), ("and at most", kind.le)):
                 words += "" if bound in (None, FINITE) else f" {limit} {bound:.10g}"
             return words
-    raise TypeError(f"no key has a {kind}")
+    raise TypeError(f"keys of type {kind} are not supported: describe their values in config.keys.allowed")
 
 
 # -- keys that do not exist --------------------------------------------------------------------------------------------

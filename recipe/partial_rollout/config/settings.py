@@ -154,7 +154,11 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """``partial_rollout.deadlines``: seconds after which a wait ends the run with an error."""
+    """``partial_rollout.deadlines``: limits of waits, in seconds. A wait that passes its limit ends the run.
+
+    There are two exceptions: a late reward of one sample fails and is computed again, and a late agent-loop worker is
+    replaced.
+    """
 
     stall_s: Positive = key(
         1800,

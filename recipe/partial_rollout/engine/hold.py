@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 async def pause(engine: Any, *, clear_kv: bool) -> None:
-    """Hold ``engine``; returns when its output processor has every token made so far. Holding it twice is the same as once.
+    """Hold ``engine``, and return when its output processor has every token made so far. A second hold changes nothing.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -106,7 +106,9 @@ def tokens_made(engine: Any) -> dict[str, int]:
 
 
 def record_marks(marks: Mapping[str, list[Mark]], made: Mapping[str, int], version: int | None) -> None:
-    """Add to ``marks`` of each request that the tokens it has ``made`` since the last call are of ``version``.
+    """Append (tokens so far, ``version``) to the marks of each request that has made tokens since its last mark.
+
+    ``made`` has the tokens so far of each request. Requests that are not in ``marks`` are ignored.
 
     >>> marks = {"a": []}
     >>> record_marks(marks, {"a": 5, "of another": 7}, version=3)
@@ -130,7 +132,9 @@ def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
     [Span(start=0, stop=5, version=3)]
 
     Args:
-        tokens: of the request. marks: of the holds, in order. version: in force when it ended.
+        tokens: number of tokens of the request.
+        marks: the request's marks, one a hold, in order.
+        version: policy version of the engine when the request ended.
 
     Raises:
         RuntimeError: the marks do not ascend, or count more tokens than there are.

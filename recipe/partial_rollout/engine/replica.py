@@ -91,14 +91,14 @@ class AdmittingEngine:
         return getattr(self._engine, name)
 
     async def pause_generation(self, **options: Any) -> None:
-        """Do as vLLM's; first the core sends the tokens that it keeps back (``verl_ext.piecewise_scheduler``)."""
+        """Have the core send the tokens that it keeps back (``verl_ext.piecewise_scheduler``), then pause as vLLM does."""
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._engine.pause_generation(**options)
 
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput | None, None]:
-        """Do as ``AsyncLLM.generate``, but first yield None: from then on a pause or an abort covers the request.
+        """Generate like ``AsyncLLM.generate``, but first yield None: from then on a pause or an abort covers the request.
 
         The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
         the request with an output that has the tokens so far; a request that was still queued has none. If the caller
@@ -168,10 +168,10 @@ def _sampled(log_probs: logprobs.FlatLogprobs) -> Iterator[_Sampled]:
 
 
 def _thin(output: RequestOutput) -> None:
-    """Replace flat log-probs by an iterator over the sampled tokens' log-probs, which can be read once.
+    """Replace the flat log-probs in ``output`` by an iterator over those of the sampled tokens, which can be read once.
 
-    vLLM's own reader makes a dictionary and an object for each token. An interruption would wait while the server's one
-    thread did so for all requests.
+    vLLM's own reader makes a dictionary and an object for each token. At an interruption it would do so for all requests,
+    in the server's only thread.
     """
     for answer in output.outputs:
         if isinstance(answer.logprobs, _FLAT):
@@ -216,7 +216,7 @@ class RecipeVLLMServer(vLLMHttpServer):
         return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """Do as verl's, with KV blocks kept free for samples that run; the first replica says what vLLM has chosen."""
+        """Start the server as verl does, with some KV blocks kept free; the first replica prints what vLLM has chosen."""
         # What the user has set stays.
         if hasattr(args, "watermark"):
             args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
@@ -235,9 +235,9 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **options: Any
     ) -> TokenOutput:
-        """Do as verl's, with more ``extra_fields``.
+        """Generate as verl's server does, and add two ``extra_fields`` to the output.
 
-        ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held: see ``spans``.
+        ``queued_s``: seconds that the engine queued the request. ``version_marks``, if the request was held: see ``spans``.
         """
         self.engine.requests[request_id] = facts = RequestFacts()
         try:
@@ -251,13 +251,14 @@ class RecipeVLLMServer(vLLMHttpServer):
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Do as verl's, but with ``resume_kv=keep`` the blocks stay."""
+        """Abort all requests as verl's server does, but keep the KV blocks with ``resume_kv=keep``."""
         return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
 
     async def hold(self) -> None:
-        """Freeze all requests in the engine until ``resume_generation``; notes the version that made their tokens.
+        """Freeze all requests in the engine until ``resume_generation``, and note the version that made their tokens.
 
-        Returns when the engine is idle. It drops what depends on the weights, but with ``resume_kv=keep`` the blocks stay.
+        Returns when the engine is idle. Caches that depend on the weights are dropped, but with ``resume_kv=keep`` the KV
+        blocks stay.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -270,15 +271,15 @@ class RecipeVLLMServer(vLLMHttpServer):
         record_marks(marks, tokens_made(self.engine), self.global_steps)
 
     async def resume_engine_generation(self) -> None:
-        """Do as verl's, and end a hold."""
+        """Resume generation as verl's server does, and end a hold."""
         self._held = False
         await super().resume_engine_generation()
 
     async def clear_kv_cache(self) -> None:
-        """Do as verl's, which calls it after a weight sync; with ``resume_kv=keep`` the blocks stay.
+        """Clear the KV cache as verl's server does after a weight sync. With ``resume_kv=keep`` the KV blocks stay.
 
-        During a hold it does nothing: the hold has dropped everything, and nothing has been computed since. What the vision
-        tower has made of images goes in every case, because the next request for an image would get it.
+        The encoder cache is cleared with ``resume_kv=keep`` too, because a later request for the same image would get the
+        outputs of the old weights. During a hold nothing is left to clear: the hold has cleared everything.
         """
         if self._held:
             return
@@ -288,7 +289,7 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """Do as verl's, but keep the first error of a weight sync."""
+        """Call ``method`` on the workers as verl's server does, and keep the first error of a weight sync."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
@@ -307,10 +308,10 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.check_health()
 
     async def load(self) -> tuple[int, int]:
-        """Return the requests in this server's engine, and the tokens that it has decoded.
+        """Return the number of requests in this server's engine, and the tokens decoded since its start.
 
-        Tokens that the core has not sent yet (``verl_ext.piecewise_scheduler``) are not counted. Only a replica's first
-        server is asked.
+        Tokens that the core has not sent yet (``verl_ext.piecewise_scheduler``) are not counted. Only the first server of
+        a replica is asked.
         """
         # Answered by the API server alone, so it costs the engine no step.
         running = len(self.engine.output_processor.request_states)
@@ -351,7 +352,7 @@ class RecipeVLLMReplica(vLLMReplica):
         """processes of the engine, by node"""
 
     async def launch_servers(self) -> None:
-        """Do as verl's, and note the engine's processes."""
+        """Launch the servers as verl does, and remember their engine processes."""
         await super().launch_servers()
         self._engine_processes = await asyncio.gather(*[server.child_processes.remote() for server in self.servers])
 
@@ -364,9 +365,10 @@ class RecipeVLLMReplica(vLLMReplica):
         await asyncio.gather(*[server.hold.remote() for server in self.servers])
 
     async def relaunch(self) -> None:
-        """Replace dead servers by new ones, which are asleep and hold the weights that the model was first loaded with.
+        """Restart this replica: kill all its servers and engine processes, and launch new servers.
 
-        The caller sets the deadline.
+        The new servers are asleep. They hold the weights that the model was first loaded with, not the trainer's. The
+        caller sets the deadline.
         """
         for server in self.servers:
             # Ray may no longer know a dead server.

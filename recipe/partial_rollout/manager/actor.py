@@ -51,9 +51,9 @@ class ManagerActor:
     """Ray actor (``ray.remote(ManagerActor)``) around one ``PromptsManager``.
 
     Args:
-        settings: the run's.
-        store: keeps the outputs of READY groups.
-        train_groups: see ``Admission``.
+        settings: the run's settings.
+        store: keeps the outputs of READY groups in Ray's object store.
+        train_groups: number of groups that the whole training trains; None: no limit (``Admission``).
     """
 
     CLAIM_WAIT_S = 20.0
@@ -108,10 +108,10 @@ class ManagerActor:
             raise RolloutFailedError(self._failure)
 
     def _stall_left_s(self) -> float:
-        """Seconds until the round counts as stalled.
+        """Return the seconds until the round counts as stalled.
 
         Raises:
-            RolloutFailedError: it is, and no sample waits for its retry.
+            RolloutFailedError: the round has stalled, and no sample waits for its retry.
         """
         parked, idle_s = self._manager.samples.parked, time.monotonic() - self._moved_at
         limit_s = self._parked_s if parked else self._stall_s
@@ -131,11 +131,11 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Number of prompts to offer: those that this version, or the next, may need beyond the backlog."""
+        """Return the number of prompts that the driver should offer now (``PromptsManager.wanted``)."""
         return self._manager.wanted
 
     async def enqueue(self, prompts: list[Prompt], source_left: int) -> None:
-        """These prompts replace filtered groups."""
+        """Put prompts that replace filtered groups into the backlog, and admit what is allowed."""
         self._manager.backlog.enqueue(prompts, source_left)
         if self._manager.round_open and not self._manager.round_complete():
             self._manager.admit()
@@ -219,7 +219,7 @@ class ManagerActor:
         self._wake()
 
     async def progress(self, decoded: bool = False) -> RoundProgress:
-        """How far the round is; it answers at once and wakes nobody.
+        """Return how far the round is. It answers at once and wakes nobody.
 
         Args:
             decoded: whether an engine has made tokens that no worker may have reported yet.
@@ -305,11 +305,11 @@ class ManagerActor:
         return leases
 
     def _apply(self, report: Report) -> None:
-        """Pass the events of ``report`` to the manager.
+        """Apply ``report``: its errors, its fatal error, its events in order, and its count of rescored rewards.
 
         Raises:
-            RuntimeError: the worker was released, so other workers have its samples; or a sample does not run there,
-                so the report came twice.
+            RuntimeError: the worker is not registered, or was released. Or an event does not fit the state of its sample,
+                for example because the report came twice. Which worker runs the sample is not compared.
         """
         self._manager.slots.require(report.worker)
         for error in report.errors:
@@ -365,11 +365,14 @@ class RayObjects:
         self._deadline_s = deadline_s
 
     def put(self, outputs: Sequence[SampleOutput]) -> Any:
-        """Store the outputs of a group; returns the reference. Ray keeps objects under 100 KB inside this process."""
+        """Put the outputs of a group into Ray's object store, and return the reference.
+
+        Ray keeps objects under 100 KB in the memory of this process, the manager's, so they are lost with it.
+        """
         return ray.put(outputs)
 
     def fetch(self, stored: Mapping[str, Any]) -> dict[str, Sequence[SampleOutput]]:
-        """The outputs by group, of which ``stored`` has the references; blocks meanwhile.
+        """Fetch the outputs of the groups in ``stored`` (uid to reference), by uid. Blocks until they are there.
 
         Arrays from objects above 100 KB are read-only views of the store.
 

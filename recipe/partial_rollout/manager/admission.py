@@ -39,11 +39,11 @@ from recipe.partial_rollout.manager.groups import Groups
 def rest_can_be_trained(
     births: Mapping[int | None, int], batch: Sequence[int | None], version: int, max_staleness: int
 ) -> bool:
-    """Whether all other groups can still be trained in time after ``version`` takes the batch.
+    """Whether all groups that remain can be trained within ``max_staleness`` if ``version`` takes ``batch``.
 
     Args:
-        births: number of groups in flight by birth; those under None are not born.
-        batch: births of the N groups.
+        births: number of groups in flight by birth, those of the batch included; None: not born yet.
+        batch: births of the N groups of the batch.
     """
     left = Counter(births)
     left.subtract(batch)

@@ -37,14 +37,13 @@ if TYPE_CHECKING:
 
 
 def capture(manager: PromptsManager) -> dict[str, Any]:
-    """The dictionary described above as of now, but with segments and outputs as the manager holds them.
+    """Return the present state as the dictionary described above, but with segments and outputs as the manager has them.
 
-    ``stored`` of a READY group stands for its outputs.
+    ``stored`` of a READY group stands for its outputs. It takes milliseconds, because no token is copied: objects that
+    the dictionary shares with the manager never change.
 
-    It takes milliseconds, because no token is copied: what it shares with the manager never changes.
-
-    Not after the next version has begun and before the batch is trained (``Driver.save``): a restored run would have to
-    train that batch again, under a version that is gone.
+    Do not call it after the next version has begun and before the batch is trained (``Driver.save``): a restored run
+    would have to train that batch again, under a version that is gone.
     """
     backlog, groups = manager.backlog, manager.groups
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
@@ -87,7 +86,14 @@ def check_saveable(sample_id: str, output: SampleOutput) -> None:
 def encode(
     captured: dict[str, Any], fetch: Callable[[Mapping[str, Any]], Mapping[str, Sequence[SampleOutput]]]
 ) -> dict[str, Any]:
-    """``captured``, completed in place; ``fetch`` brings the outputs of stored groups, by uid."""
+    """Complete ``captured`` in place and return it.
+
+    The outputs of stored groups are put in. Segments and outputs become dictionaries of their fields.
+
+    Args:
+        captured: the dictionary that ``capture`` returned.
+        fetch: returns the outputs of the stored groups that it is given, by uid.
+    """
     stored = {group["prompt"]["uid"]: group.pop("stored") for group in captured["groups"]}
     fetched = fetch({uid: outputs for uid, outputs in stored.items() if outputs is not None})
     for group in captured["groups"]:

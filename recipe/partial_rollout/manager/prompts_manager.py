@@ -81,10 +81,10 @@ class PromptsManager:
     >>> manager.interrupt("0/1#0")
 
     Args:
-        settings: the run's; of them mode and sizes, scheduling, failures and dynamic sampling.
-        clock: seconds; stamped on state changes for stall reports.
-        train_groups: see ``Admission``.
-        put: see ``Groups``.
+        settings: the run's settings.
+        clock: returns seconds; stamped on state changes for stall reports.
+        train_groups: number of groups that the whole training trains; None: no limit (``Admission``).
+        put: stores the outputs of a READY group; returns what stands for them in the store.
     """
 
     def __init__(
@@ -145,19 +145,27 @@ class PromptsManager:
         sample.segments += [segment for segment in segments if len(segment)]
 
     def park(self, sample_id: str) -> None:
-        """Free its slot; its worker goes on with the sample."""
+        """Free the slot of a sample; its worker goes on with it."""
         self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:
-        """Free its slot, if it holds one, and queue it before new prompts, for its worker, which keeps its conversation."""
+        """Free the slot of a sample, if it holds one, and queue the sample before new prompts.
+
+        Only its worker, which keeps its conversation, can claim it.
+        """
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
-        """Free its slot; ``output`` replaces its segments. After the last sample its group is READY, or FILTERED."""
+        """Free the slot of a sample; ``output`` replaces its segments.
+
+        After its last sample a group is READY, or FILTERED.
+        """
         self._end(self.samples.move(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
-        """Free its slot: its loop, or its reward ``times`` in a row, raised ``error`` (one line). Returns the verdict.
+        """Free the slot of a sample that failed, and return the verdict.
+
+        ``error`` (one line) is what its agent loop raised, or its reward ``times`` in a row.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
         """
@@ -244,7 +252,10 @@ class PromptsManager:
 
     @property
     def wanted(self) -> int:
-        """Prompts to offer so that the next version never runs short; replacements for filtered groups are not counted."""
+        """Number of prompts that the driver should offer now, so that the next version does not run short.
+
+        With dynamic sampling it includes N spare prompts, which replace filtered groups. 0 if the source has none left.
+        """
         # The driver is asked for more when fewer than N are left: so many may be filtered until it has answered.
         spare = self._settings.batch_groups if self._filter is not None else 0
         missing = self._admission.most_per_version() + spare - len(self.backlog.prompts)

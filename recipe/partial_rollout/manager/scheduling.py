@@ -144,9 +144,15 @@ def _numbers(key: Any) -> Sequence[Any]:
 
 
 class ClaimQueue:
-    """Samples that can be claimed by any worker (owner None), or only by the worker that holds their conversation.
+    """Samples that wait for a slot.
 
-    Three groups with policy ``bounded``; "w0" holds the conversation of the interrupted sample of 0/0::
+    A sample with an owner can be claimed only by that worker, which holds its conversation. A sample without an owner
+    (None) can be claimed by any worker.
+
+    ``pop`` gives a worker samples of overdue groups first, then its own samples, then samples without an owner. Overdue
+    groups go by birth, then by key; other groups go by key. Groups with equal keys go in the order of the data. With
+    policy ``bounded`` the entry of a group that is not overdue is (1, whether nobody owns it, birth, unfinished samples,
+    mean finished length, order of the group)::
 
         owner "w0"   birth 3: 0/0   (1, 0, 3, 1, 1e9, 0)
         owner None   birth 4: 0/1   (1, 1, 4, 1, 1e9, 1)      oldest first
@@ -162,11 +168,11 @@ class ClaimQueue:
     >>> queue.pop("w1", own_only=True) is None, queue.sizes[None]
     (True, 1)
 
-    If the order raises or returns no numbers, the group is queued in the order of the data and ``problem`` records the
-    error. The manager then ends the run.
+    If ``order`` raises, or returns something that is no number, the group is queued by the order of the data alone.
+    ``problem`` keeps the first error, and the manager then ends the run.
 
     Args:
-        order: gives a group's key; ties go to dispatch order.
+        order: returns a group's key; a smaller key runs first.
     """
 
     def __init__(self, order: Order) -> None:
@@ -185,7 +191,7 @@ class ClaimQueue:
         """the first failure of ``order``, in one line"""
 
     def push(self, sample: Sample) -> None:
-        """Offer ``sample`` to its worker, or to all when it has none."""
+        """Queue ``sample``. Its worker can claim it, or any worker if it has none."""
         owner, group = sample.worker, sample.group
         self._claimable[owner].setdefault(group.order, deque()).append(sample)
         self.sizes[owner] += 1
@@ -215,9 +221,10 @@ class ClaimQueue:
             heapq.heapify(self._heaps[owner])
 
     def pop(self, worker: str, *, own_only: bool = False) -> Sample | None:
-        """The next sample for ``worker``: of overdue groups, then of those that it holds, then of all others.
+        """Remove and return the next sample for ``worker``; None if there is none.
 
-        ``own_only``: leave samples that any worker could claim to others, unless they are overdue.
+        Args:
+            own_only: leave samples that any worker could claim to other workers, unless they are overdue.
         """
         tops = [(top, owner) for owner in (worker, None) if (top := self._top(owner)) is not None]
         if own_only:

@@ -120,7 +120,10 @@ class SampleOutput:
 
     @property
     def rows(self) -> tuple[SampleOutput, ...]:
-        """Rows of the sample that the trainer gets, in order, each without ``earlier``."""
+        """Rows of the sample that are trained, in the order in which its loop returned them.
+
+        They are those of ``earlier``, then this output with an empty ``earlier``.
+        """
         return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
 
     @property

@@ -184,7 +184,7 @@ LEARNING = (
         "rollout.n",
         lambda v, c: v >= 2 or not compares_siblings(c),
         lambda c: (
-            f"at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}, whose baseline is a prompt's other "
+            f"at least 2 if algorithm.adv_estimator={c.algorithm.adv_estimator}, whose baseline is a prompt's other "
             "samples (1 is verl's default; the recipes have 8)"
         ),
     ),

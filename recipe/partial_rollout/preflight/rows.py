@@ -54,7 +54,8 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     if processor is not None and not is_installed("qwen_vl_utils") and _has_column(files, data.image_key):
         # verl would leave every such row out.
         words = (
-            f"rows without images, or the package qwen_vl_utils, which is not installed: `{INSTALL_IMAGES}` brings it"
+            f"the rows have images, which need the package qwen_vl_utils, and it is not installed: run `{INSTALL_IMAGES}`, "
+            f"or give files without the column {data.image_key}"
         )
         raise fail(f"data.{split}_files", files, words)
     with refusing(key, at(config, key), "files, or a class of data.custom_cls, that verl can make a dataset of"):
@@ -81,7 +82,7 @@ def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
         loops, known = table.unique(_LOOP), agent_loops(config)
         if unknown := {*loops} - known:
             words = f"{_LOOP} of each row must be one of {', '.join(sorted(known))}"
-            raise fail(key, value, f"{words}; some have {', '.join(map(str, unknown))}")
+            raise fail(key, value, f"{words}; rows name {', '.join(map(str, unknown))}, which is not registered")
     # A loop of the user's own may score its samples itself.
     own_loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path or {*loops} - _VERLS_LOOPS
     reward = config.reward

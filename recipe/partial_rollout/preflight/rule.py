@@ -57,7 +57,7 @@ class Rule(NamedTuple):
         words = self.allowed if isinstance(self.allowed, str) else self.allowed(config)
         conditions = " and ".join(full(condition) for condition in self.when if isinstance(condition, str))
         return fail(
-            full(self.key), value, words + (conditions and f" with {conditions}") + (self.why and f": {self.why}")
+            full(self.key), value, words + (conditions and f" if {conditions}") + (self.why and f": {self.why}")
         )
 
 

@@ -160,7 +160,7 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
 
     Args:
         known: verl's defaults of the node.
-        path: of the node, with a dot at its end.
+        path: path of the node in the config, with a dot at its end.
         free: beginning of keys that the user's own code may read.
     """
     known = known if isinstance(known, Mapping) else {}
@@ -171,7 +171,8 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
             continue
         if at in _MOVED:
             if value not in (default, None, {}):
-                raise fail(at, value, f"verl's default, {default}: verl {verl.__version__} {_MOVED[at]}")
+                words = f"must stay at verl's default, {default}, because verl {verl.__version__} {_MOVED[at]}"
+                raise fail(at, value, words)
             continue
         own = free and at.startswith(free)
         if name not in names and not own and (near := get_close_matches(str(name), names, 1, _ALIKE)):
@@ -207,7 +208,8 @@ def of_hydra(error: Exception) -> ConfigError:
     key, given = found.groups()
     ours = [f"{ROOT}.{declared.name}" for declared in declarations(PartialRolloutConfig)]
     names = ours if key.startswith(f"{ROOT}.") else [path for path, _ in leaves(_declared())]
-    return fail(key, given, no_such(key, names, "", LISTED if names is ours else f"; +{key}={given} adds it"))
+    otherwise = LISTED if names is ours else f"; if your code reads it, add it with +{key}={given}"
+    return fail(key, given, no_such(key, names, "", otherwise))
 
 
 def resolved(config: DictConfig) -> DictConfig:

@@ -13,11 +13,11 @@ from recipe.partial_rollout.terminal import say
 
 
 class DeviceUse:
-    """Samples in a thread of its own, until the process ends.
+    """Measures the device use in a thread, until the process ends.
 
     Args:
-        sample: the share of time, 0 to 1, in which a kernel ran: mean over the devices.
-        every_s: seconds between samples; NVML's own are over the last sixth of a second to a second.
+        sample: returns the share of time, 0 to 1, in which a kernel ran, averaged over the devices.
+        every_s: seconds between two calls of ``sample``; NVML averages over the last sixth of a second to a second.
     """
 
     def __init__(self, sample: Callable[[], float], every_s: float = 0.5) -> None:

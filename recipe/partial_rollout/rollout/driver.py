@@ -122,7 +122,7 @@ def connect(
 
 
 def on_this_node(actor_class: Any) -> Any:
-    """The Ray actor class ``actor_class`` on the driver's node, whose death ends the run in any case.
+    """Bind the Ray actor class ``actor_class`` to the driver's node, whose death ends the run in any case, and return it.
 
     Ray notices a node's death some 15 s late, and may place an actor there until then.
     No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
@@ -135,11 +135,11 @@ class Driver:
     """Drives manager, workers and replicas, one batch after the other.
 
     Args:
-        recorder: of the run; has its settings and replicas.
-        source: the run's prompts.
+        recorder: the run's recorder; it has the settings and replicas.
+        source: gives the run's prompts.
         manager: handle of the manager actor.
         store: holds the outputs of the groups taken.
-        guard: of the agent-loop workers, which are connected to ``manager``.
+        guard: supervises the agent-loop workers, which are connected to ``manager``.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Driver:
 
     @contextlib.asynccontextmanager
     async def loading(self, version: int) -> AsyncIterator[None]:
-        """Within, every replica is alive and decodes nothing; they load ``version``, and then accept requests again.
+        """Enclose the load of ``version``: all replicas are alive and decode nothing; afterwards they accept requests.
 
-        Separate: its groups are admitted meanwhile, and what was held goes on.
+        Separate: at the end the groups of ``version`` are admitted, and held requests go on.
 
         Raises:
-            RuntimeError: the batch of the version before is not trained.
+            RuntimeError: the batch of the previous version is not trained.
         """
         self._require_trained(f"policy version {version}")
         runs_on = not self._stops and version < self._steps.last
@@ -231,11 +231,11 @@ class Driver:
         """Wait for the batch of ``step`` and take it.
 
         Raises:
-            RuntimeError: the batch before it is not trained.
+            RuntimeError: the trainer has not finished the previous batch (``finish_step``).
             RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
                 names it.
             TimeoutError: a wait passed its deadline.
-            StopTraining: the user asked for it; the engines are quiet, and the manager knows everything decoded.
+            StopTraining: the user asked for it; the engines are quiet, and the manager has every decoded token.
         """
         self._require_trained("the next batch")
         requested_at, log = time.time(), self._recorder.log
@@ -270,7 +270,7 @@ class Driver:
         return ready.groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
-        """The batch, once it is complete; whenever the manager wants prompts first, it gets them."""
+        """Wait for the batch and return it. When the manager wants prompts first, offer them and wait again."""
         while True:
             ready = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
             if ready is not None:
@@ -280,7 +280,7 @@ class Driver:
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def finish_step(self) -> None:
-        """The trainer has updated on its batch: record it. Colocated: afterwards the manager knows every token.
+        """Record the batch that the trainer has updated on. Colocated: afterwards the manager knows every token.
 
         Raises:
             RuntimeError: the trainer has no batch.

@@ -57,7 +57,7 @@ class Guard:
     """Waits with deadlines; asks the workers, and replaces those that die.
 
     Args:
-        recorder: of the run; has its settings, replicas and slots.
+        recorder: the run's recorder; it has the settings, replicas and slots.
         manager: handle of the manager actor.
         workers: actor handles; changed in place when one is replaced, so that verl's manager sees the new one.
         spawn: makes the actor that replaces a worker.
@@ -100,12 +100,12 @@ class Guard:
         key: str | None = "interrupt_s",
         watches: Iterable[Coroutine[Any, Any, Any]] = (),
     ) -> T:
-        """``awaitable``'s result.
+        """Wait for ``awaitable`` and return its result. Workers that die meanwhile are replaced.
 
         Args:
             what: names the wait in errors.
-            key: of ``partial_rollout.deadlines``; None: what is awaited has deadlines of its own.
-            watches: see ``waits.wait``.
+            key: key of ``partial_rollout.deadlines`` that limits the wait; None: no limit, because ``awaitable`` has one.
+            watches: run during the wait; an error of a watch ends the wait (``waits.wait``).
 
         Raises:
             TimeoutError: no result in time.
@@ -118,7 +118,9 @@ class Guard:
             raise RolloutFailedError(f"an actor died during {what}: {one_line(error)}") from error
 
     async def wait_batch(self, batch: Awaitable[T], step: int, began: float) -> T:
-        """The manager's answer about the batch of ``step``; ``began`` is as in ``watch_round``.
+        """Wait for ``batch``, the manager's answer about the batch of ``step``, and return it.
+
+        ``began`` is the start of the round (``watch_round``).
 
         Raises:
             RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
@@ -243,17 +245,20 @@ class Guard:
         await self.ask("open_round" if open else "close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """Have every living worker run ``verb``, which may be repeated; returns their answers. Within a guarded wait.
+        """Have every serving worker run ``verb``, and return the answers. Call it within a guarded wait.
 
-        A worker that gives none within ``deadlines.interrupt_s`` is ended, and then replaced. One that starts may take
-        longer, and is asked nothing.
+        A worker may be asked twice, so ``verb`` must bear a repetition. A worker that does not answer within
+        ``deadlines.interrupt_s`` is killed, and then replaced. A worker that is starting is not asked.
         """
         serving = [i for i, each in enumerate(self._serving) if each is not None]
         found = await asyncio.gather(*[self._answer(i, verb, *args) for i in serving])
         return [answer for answers in found for answer in answers]
 
     async def _answer(self, i: int, verb: str, *args: Any) -> list[Any]:
-        """The answer of worker ``i``; none if it is lost. It has less time for it once a signal has come."""
+        """Return the answer of worker ``i`` in a list, which is empty if the worker is lost.
+
+        Once a signal has come, the worker has less time to answer.
+        """
         worker, limit_s, began = self._workers[i], self._deadlines.interrupt_s, time.monotonic()
         asking = answer_of(lambda: result_of(getattr(worker, verb).remote(*args)))
         try:
@@ -280,12 +285,12 @@ async def watch_round(
     began: float,
     look: Callable[[bool], Awaitable[RoundProgress]] | None = None,
 ) -> NoReturn:
-    """Show how far the round of ``step`` is, for ever: below verl's progress bar on a terminal, else printed.
+    """Show the progress of the round of ``step``, for ever: below verl's progress bar on a terminal, else as printed lines.
 
     Args:
-        began: when, ``time.monotonic``.
-        look: asks the manager how far the round is; its argument says whether an engine has made tokens since the last
-            time. None under noPR.
+        began: start of the round, ``time.monotonic``.
+        look: asks the manager for the progress. Its argument tells whether an engine has made tokens since the last call.
+            None under noPR.
     """
     seen = await control.load()
     shown, shown_at = dict(seen), time.monotonic()

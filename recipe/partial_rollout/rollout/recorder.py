@@ -79,9 +79,10 @@ class Recorder:
     """Records a run, of either arm.
 
     Args:
-        settings: the run's.
-        log: its log.
-        control, slots: its replicas and their slots.
+        settings: the run's settings.
+        log: the run's log.
+        control: the replicas.
+        slots: the replicas' slots.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Recorder:
         """Record a phase of separate placement that ends now, and its seconds.
 
         Args:
-            step: or, of a weight sync, its version.
+            step: number of the step; for a weight sync, the version.
             start: unix seconds.
         """
         end = time.time()

@@ -161,7 +161,7 @@ class ServerControl:
         return found
 
     async def _answers(self, what: str, ask: Callable[[Any], Awaitable[Any]]) -> dict[Any, Any]:
-        """The answer of each living replica, or the error in its place; all are asked at once."""
+        """Ask all living replicas at once, and return the answer of each, or its error."""
 
         async def answer(replica: Any) -> Any:
             named = f"{what} vLLM replica {replica.server_address}"
@@ -188,13 +188,18 @@ def decoded_between(before: ReplicaLoad, after: ReplicaLoad) -> int:
 
 
 class ReplicaSlots:
-    """The slots of each replica; unless the user gave a number, they follow the lengths from round to round.
+    """Number of slots of each replica.
+
+    It follows the measured lengths from round to round. It is fixed if the user gave it, or if the size of the KV cache
+    is unknown.
 
     Args:
-        most: ``partial_rollout.slots_per_replica`` where ``given``, else ``rollout.max_num_seqs``.
-        kv_tokens: tokens that the smallest KV cache of all replicas holds; None: unknown.
-        prompt, response: tokens of the longest that the configuration allows.
-        replicas: how many there are.
+        most: the number itself (``partial_rollout.slots_per_replica``) if ``given``, else its upper bound
+            (``rollout.max_num_seqs``).
+        given: whether the user gave the number.
+        kv_tokens: tokens that the smallest KV cache of all replicas holds; None if unknown.
+        prompt, response: largest lengths that the configuration allows, in tokens.
+        replicas: number of replicas.
     """
 
     def __init__(

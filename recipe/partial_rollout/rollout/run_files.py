@@ -67,8 +67,13 @@ class RunFiles:
             kept = [line + b"\n" for at, line in logged_steps(metrics) if at <= step]
             write_atomically(metrics, b"".join(kept))
         # What a start that failed before its first step has left is nothing to return to.
-        if (lost and not continues) or any(aside.glob("global_step_*")):
-            say(f"moved what this start replaces to {aside}; trainer.resume_mode=resume_path can resume it")
+        if any(aside.glob("global_step_*")):
+            say(
+                f"moved the checkpoints that this start replaces to {aside}, with their records; to resume one, set "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={aside}/global_step_K"
+            )
+        elif lost and not continues:
+            say(f"moved the records that this start replaces to {aside}")
         if lost and (continues or chosen is None):
             which = f"steps {min(lost)} to {max(lost)} are" if len(lost) > 1 else f"step {lost[0]} is"
             say(f"{which} trained again: the run {f'resumes from step {step}' if chosen else 'starts from scratch'}")

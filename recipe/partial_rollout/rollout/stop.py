@@ -37,10 +37,13 @@ class StopTraining(Exception):
 
 
 class StopSignals:
-    """The signals that end a run. Outside ``caught`` one raises ``KeyboardInterrupt`` wherever the main thread is.
+    """The signals that end a run: SIGINT, SIGTERM, SIGHUP. They are handled within ``in_force``.
 
-    Within, the first is remembered. A second one raises it, but for a SIGTERM or SIGHUP within five seconds. Ray passes a
-    ``KeyboardInterrupt`` on from within its waits; on a ``SystemExit`` it aborts with a stack dump.
+    A signal raises ``KeyboardInterrupt`` in the main thread. Within ``caught`` the first signal is only remembered, and a
+    second one raises. Within ``behind`` the first signal raises at the end of the block. A SIGTERM or SIGHUP within five
+    seconds of the last signal is ignored, because a scheduler may send it twice.
+
+    Not ``SystemExit``: on that Ray aborts with a stack dump, but it passes a ``KeyboardInterrupt`` on from its waits.
     """
 
     _of_process: ClassVar[StopSignals | None] = None
@@ -57,7 +60,7 @@ class StopSignals:
 
     @classmethod
     def of_process(cls) -> StopSignals:
-        """Those in force; new ones if none are."""
+        """Return the ``StopSignals`` that this process has entered (``in_force``), or new ones if there are none."""
         return cls._of_process or cls()
 
     @contextmanager

@@ -100,9 +100,8 @@ class ChatEndpoint:
     async def _serve(self, request: web.Request) -> web.Response:
         try:
             if "elsewhere" in request.match_info:
-                raise ChatError(
-                    f"{request.path}: only chat/completions of a running sample is served", "not_found", 404
-                )
+                words = "is not served: send requests to chat/completions below chat.url, while the sample runs"
+                raise ChatError(f"{request.path} {words}", "not_found", 404)
             return web.json_response(await self.complete(await request.json()))
         except ChatError as error:
             known = error

@@ -133,7 +133,7 @@ def inputs(
         if (given := getattr(options, option)) is not None:
             return given
         if record is None:
-            raise ValueError(f"--{option} is missing: give it, or --run")
+            raise ValueError(f"--{option} is missing: set it, or give --run RUN_DIR, from which it is read")
         return getattr(record.settings, setting)
 
     n, keys = size("group", "samples_per_group"), _keys_of(record)

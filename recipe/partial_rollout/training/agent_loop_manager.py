@@ -91,15 +91,16 @@ class ObservedAgentLoopManager(AgentLoopManager):
         driver: Any,
         pictures: Pictures | None = None,
     ) -> None:
-        """Record the run; call it once, after the workers are up.
+        """Connect the parts of the run. Call it once, after the workers are up.
 
         Args:
-            steps: of the training.
+            recorder: records rounds and validations.
+            steps: the steps of the training.
             stop: the signals that end a validation.
-            on_batch: called with each batch for training and its step.
+            on_batch: called with each training batch and its step.
             pad_id: token id of the padding.
-            driver: PR's ``Driver``, which has the batches; None under noPR.
-            pictures: of a model that sees; None for any other, and under noPR.
+            driver: PR's ``Driver``, which gives the batches; None under noPR.
+            pictures: for a model that takes images; None for any other, and under noPR.
         """
         self.recorder, self._steps, self._stop = recorder, steps, stop
         self.on_batch, self._pad_id, self._driver, self._pictures = on_batch, pad_id, driver, pictures
@@ -136,7 +137,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return output
 
     async def _take_calls(self) -> tuple[EngineCall, ...]:
-        """The engine calls of all workers that ended since they were last taken."""
+        """Return the engine calls that have ended in all workers since this was last called."""
         pending = asyncio.gather(*[result_of(worker.take_calls.remote()) for worker in self.agent_loop_workers])
         deadline_s = self.recorder.settings.deadlines.interrupt_s
         lists = await wait(pending, deadline_s, "asking the agent-loop workers to take_calls", "interrupt_s")
@@ -266,7 +267,7 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
 def _non_tensors(
     samples: Sequence[tuple[str, dict[str, Any], SampleOutput]], *, scored: bool
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The columns of ``samples``, and the names of those that the reward gave."""
+    """Return the columns of ``samples``, and the names of the columns that the rewards gave."""
     uids, rows, outputs = zip(*samples, strict=True)
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.

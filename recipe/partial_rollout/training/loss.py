@@ -118,12 +118,13 @@ def corrected_ppo_loss(
     policy: ProximalPolicy,
     region: BehaviourRegion | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss``, on the proximal policy of the run, inside the region if there is one.
+    """Compute verl's ``ppo_loss`` on the proximal policy of the run, within the trust region if there is one.
 
     Args:
         config, model_output, dp_group: as for ``ppo_loss``.
         data: a micro-batch, with ``VERSION``, ``rollout_log_probs`` and ``rollout_versions`` [B, R].
-        policy: of the run. region: None for none.
+        policy: source of the proximal log-probs and of the weights.
+        region: the trust region; None if there is none.
 
     Raises:
         RuntimeError: the policy asks for weights, and there are none.
@@ -198,7 +199,8 @@ def _weighted(
     The weights are None if the run has none.
 
     Args:
-        current: [B, R], the log-probs of that policy. recomputed: whether the batch has those that verl recomputed.
+        current: [B, R], the update's own log-probs.
+        recomputed: whether ``old_log_probs`` of the batch were recomputed by verl.
     """
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
@@ -217,7 +219,11 @@ def _weighted(
 
 
 def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mode: str) -> Metric:
-    """This micro-batch's share of the mean over the mini-batch, which verl sums; ``mode`` is one of verl's ``agg_loss``."""
+    """Return what this micro-batch adds to the mean of ``value`` over the mini-batch. verl adds up these parts.
+
+    Args:
+        mode: averaging mode of verl's ``agg_loss``.
+    """
     share = agg_loss(loss_mat=value, loss_mask=mask, loss_agg_mode=mode, **config.global_batch_info)
     return Metric(value=share, aggregation=AggregationType.SUM)
 
@@ -298,11 +304,15 @@ def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def needs_pass(config: DictConfig) -> bool:
-    """Return whether ``config`` needs verl's pass over the batch besides the update's own.
+    """Return whether ``config`` needs verl's separate forward pass over the batch for the proximal log-probs.
 
-    Later updates of a batch start from other weights. Rejection, the KL penalty on rewards and some estimators read the
-    log-probs; normalised weights are those of the whole batch, of which the loss sees one micro-batch; LoRA's dropout
-    would be in the update's. Router replay R2 records its routes in the pass.
+    Otherwise the forward pass of the update gives them. The separate pass is needed
+
+    * with several updates a batch: later ones start from other weights;
+    * for rejection, the KL penalty on rewards and some estimators: they read the log-probs before the update;
+    * for normalised weights: they need the whole batch, and the loss sees one micro-batch;
+    * with LoRA dropout: it would change the update's log-probs;
+    * with router replay R2: it records its routes in the pass.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction

@@ -115,8 +115,8 @@ def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:
     """Return ``infos`` as verl's validation can average them.
 
-    verl skips text and None. Where a key has a value in a data source that is no number, all its values there become text.
-    A sample without a score has None.
+    verl skips text and None. If one value of a key is not a number, all values of that key in the same data source become
+    text. A NaN reward, of a sample without a score, becomes None.
 
     >>> averaged({"reward": [1.0, math.nan], "pred": [7, "none"]}, ["gsm8k", "gsm8k"])
     {'reward': [1.0, None], 'pred': ['7', 'none']}

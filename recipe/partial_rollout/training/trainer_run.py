@@ -94,9 +94,9 @@ class TrainerRun(_VerlsTrainer):
     """The run's part of a trainer; reads ``config.partial_rollout``.
 
     Args:
-        settings: of the run.
-        files: of the run, which has begun.
-        args, kwargs: verl's.
+        settings: the run's settings.
+        files: the run's files, after ``RunFiles.begin``.
+        args, kwargs: arguments of verl's trainer.
     """
 
     checkpoint_manager: Any
@@ -435,7 +435,7 @@ class PartialRolloutRayPPOTrainer(TrainerRun, RayPPOTrainer):
         self._connect(self.async_rollout_manager)
 
     def fit(self) -> None:
-        """Run verl's ``fit`` as ``run_fit`` does."""
+        """Run verl's ``fit`` through ``run_fit``."""
         self.run_fit(super().fit)
 
     def _load_checkpoint(self) -> None:

@@ -48,9 +48,9 @@ class RecipeCheckpointManager:
 
     Args:
         verls: the checkpoint manager that verl made.
-        recorder: of the run; its settings have the deadline of each part.
-        end_step: ends the step whose number it is given, if that is not done; returns the last one that has ended.
-        driver: PR's. None: noPR, or a validation alone, which starts no version.
+        recorder: the run's recorder; its settings have the deadline of each part.
+        end_step: ends the step whose number it is given, unless the step has ended; returns the last step that has ended.
+        driver: PR's driver. None under noPR, and for a validation alone, which starts no version.
     """
 
     def __init__(

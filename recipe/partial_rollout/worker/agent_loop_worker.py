@@ -86,7 +86,8 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
 
         Args:
-            servers, offset: of the replicas and of this worker (``ReplicaChoice``).
+            servers: address of each replica to the handle of its server.
+            offset: position of this worker among all, from 0 to 1 (``ReplicaChoice``).
         """
         self.llm_client.replicas = ReplicaChoice(servers, offset)
         settings = self.config.partial_rollout

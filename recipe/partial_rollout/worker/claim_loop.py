@@ -47,7 +47,7 @@ class Outbox:
     Args:
         worker: name in the reports.
         manager: handle of the manager actor.
-        on_leases: called with the leases in the answer to each report.
+        on_leases: called with the leases (granted slots) in the answer to each report.
     """
 
     def __init__(self, worker: str, manager: Any, on_leases: Callable[[list[Lease]], None]) -> None:
@@ -100,7 +100,10 @@ class Outbox:
         return text
 
     def record_rescored(self, error: RewardError) -> None:
-        """Count a reward that failed and is asked for again, and add ``error`` to the next report."""
+        """Count a reward that failed and will be computed again.
+
+        ``error`` goes out with the next report if it is the first of its kind.
+        """
         self.unsent.rescored += 1
         self.record_error(error)
 
@@ -234,7 +237,7 @@ class ClaimLoop:
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        """Context of an engine call: entered once the sample has a slot and the round is open.
+        """Enclose an engine call of ``sample``: wait until the sample has a slot and the round is open, then enter.
 
         Calls of one sample share its slot. A worker never runs more requests than it has slots: a second call of a sample
         takes the place of a sample that has a slot and does not decode. If there is none, it waits.
@@ -264,7 +267,7 @@ class ClaimLoop:
             self._ended.set()
 
     def _obstacle(self, sample: LiveSample) -> asyncio.Event | None:
-        """Event that a call of ``sample`` has to wait for before it looks again; None: it may run."""
+        """Return the event that a call of ``sample`` has to wait for before it asks again; None if the call may run."""
         if not sample.leased.is_set():
             return sample.leased
         if not self.open.is_set():
@@ -276,7 +279,7 @@ class ClaimLoop:
         return self._ended
 
     def release_slot(self, sample: LiveSample) -> None:
-        """Inside ``engine_call``, whose request was interrupted: give the slot back, and ask for one again."""
+        """Give the slot of ``sample`` back and ask for one again. Call it inside ``engine_call`` after an interruption."""
         # Otherwise a call beside this one has asked; the tokens of this one go out with the next report.
         if sample.leased.is_set() and not sample.ended:
             self._ask_for_slot(sample)
@@ -310,7 +313,7 @@ class ClaimLoop:
 
 
 def _require_listener(sample: LiveSample) -> None:
-    """Raise ``CancelledError`` in an engine call whose agent loop has ended: the call must not take a slot any more."""
+    """Raise ``CancelledError`` if the agent loop of ``sample`` has ended: the call must not take a slot."""
     if sample.ended:
         raise asyncio.CancelledError(
             f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"

@@ -124,7 +124,7 @@ def digest_of(context: bytes, sampling_params: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True, eq=False)
 class ReplicaAffinity:
-    """The replica that serves the calls of an agent loop."""
+    """The replica that the next call of an agent loop prefers, because the loop's context is cached there."""
 
     replica: str | None = None
     """address of the replica of its last call, if its prefix is cached there"""
@@ -185,7 +185,7 @@ class Turn:
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [length]"""
+        """int32 [length]; policy version that made each token"""
         return np.concatenate([np.full(len(segment), segment.version, np.int32) for segment in self.segments])
 
 
@@ -250,8 +250,8 @@ class LiveSample:
     ) -> Turn:
         """Begin a turn after ``start`` tokens.
 
-        The call that asks what the sample's first turn was made for gets its tokens and goes on from them; they were made
-        under another context for any other call.
+        The lease may have tokens of the sample's first turn. A call with the same request (prompt and sampling parameters)
+        continues from these tokens. Any other call starts without them.
         """
         # Number 0 is kept for the turn whose tokens are known.
         known = self._known
@@ -312,9 +312,9 @@ def timed(
     ``tools`` are as verl loads them (``load_all_tools``). The loop may call them in any thread.
 
     Args:
-        clock: of the agent loop; it ends when a call is late.
-        timeout_s: of a call; None: no limit.
-        record_error: gets what a tool raises, which verl's tool loop shows to the model alone.
+        clock: the agent loop's clock; a late call ends the agent loop through it.
+        timeout_s: limit of one call, in seconds; None: no limit.
+        record_error: called with what a tool raises, which verl's tool loop shows to the model alone.
     """
     return [_timed(tool, TimedTool(tool, clock, timeout_s, record_error)) for tool in tools]
 

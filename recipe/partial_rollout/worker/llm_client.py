@@ -80,9 +80,9 @@ class SampleClient(OneOfASample):
     """verl's client for one agent loop, in whatever thread or task it generates.
 
     Args:
-        client: the worker's; everything but ``generate`` is its own.
-        sample: that the tokens belong to; None in validation.
-        clock: of the loop; it stands while the loop awaits an engine.
+        client: the worker's client; it serves every attribute but ``generate``.
+        sample: the sample that the agent loop makes; None in validation.
+        clock: the agent loop's clock; it is stopped while the loop awaits an engine.
     """
 
     def __init__(self, client: PartialRolloutLLMClient, sample: LiveSample | None, clock: SampleClock) -> None:
@@ -196,8 +196,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """Generate one turn of ``sample``, in one engine call or in several if it is interrupted.
 
         Args:
-            prompt_ids: of any kind that verl's server takes (``normalize_token_ids``).
-            sampling_params: of verl's server. The engine gives log-probs whether or not they ask for any.
+            prompt_ids: token ids, in any form that verl's server takes (``normalize_token_ids``).
+            sampling_params: parameters of verl's server. The engine gives log-probs whether or not they ask for any.
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
@@ -333,12 +333,13 @@ def check_sampling(sample_id: str, params: dict[str, Any]) -> None:
 
 
 def unlike_training(params: dict[str, Any], temperature: float) -> str:
-    """Name the parameter with which the engine samples from another distribution than the trainer computes, or "".
+    """Return the first parameter that makes the engine's distribution differ from the trainer's, as "name=value".
 
-    The engine's log-probs are of the distribution that it samples from: of the tokens that ``top_p`` keeps, for example.
+    Return "" if none does. The engine reports log-probs under its own distribution, which with ``top_p``, for example, is
+    normalised over the tokens that are kept.
 
     Args:
-        temperature: the trainer's.
+        temperature: the temperature at which the trainer computes log-probs.
 
     >>> unlike_training({"temperature": 1.0, "top_p": 0.7, "top_k": -1}, 1.0), unlike_training({"top_p": 1.0}, 1.0)
     ('top_p=0.7', '')
@@ -364,8 +365,10 @@ class StopStrings:
     (``include_stop_str_in_output``), so there the turn is cut. What a resumed call made after it is dropped.
 
     Args:
-        tokenizer: the worker's. prompt_ids: of the turn. params: its sampling parameters, with ``stop``.
-        turn: its segments so far.
+        tokenizer: the worker's tokenizer.
+        prompt_ids: the turn's prompt.
+        params: the turn's sampling parameters, with ``stop``.
+        turn: the turn's segments so far.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], params: dict[str, Any], turn: list[Segment]) -> None:

@@ -184,7 +184,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         trace: bool = True,
         **kwargs,
     ) -> Any:
-        """Do as verl's, but try again what fails."""
+        """Run a sample as verl's worker does, but retry an agent loop or a reward that fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
         run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs)
@@ -284,10 +284,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     async def _retried(
         self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[Any], None] = lambda error: None
     ) -> T:
-        """Return the result of ``attempt``, which is made again where it fails, as often as a sample is retried.
+        """Call ``attempt`` until it succeeds, at most as often as a sample is retried, and return its result.
 
         Args:
-            on_retry: gets each error after which it is made again.
+            on_retry: called with each error after which ``attempt`` is called again.
         """
         for times in itertools.count(1):
             try:
@@ -311,12 +311,12 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         validate: bool = False,
         on_rescore: Callable[[RewardError], None] = lambda error: None,
     ) -> None:
-        """Score ``outputs`` of a sample, unless its agent loop has. Where that fails they are scored again, without it.
+        """Score ``outputs`` of a sample, unless its agent loop has scored them. Retry a reward call that fails.
 
-        As under verl's v1 the reward is asked for once and gets all rows. Its score is that of each row.
+        As under verl's v1 the reward function is called once for all rows, and each row gets its score.
 
         Args:
-            on_rescore: gets each error after which it is scored again.
+            on_rescore: called with each error after which the reward is computed again.
 
         Raises:
             ValueError: a row does not fit a batch.
@@ -350,7 +350,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self._check_score(output, row, validate)
 
     def _check_score(self, output: AgentLoopOutput, row: dict[str, Any], validate: bool) -> None:
-        """Refuse a score that cannot be trained, or that says too little for the algorithm."""
+        """Raise ``RewardError`` if the score is not a finite number.
+
+        In training also raise it if the reward lacks another number that the run needs: one of
+        ``algorithm.gdpo_reward_keys``, or the metric of dynamic sampling.
+        """
         score, info, prompt = output.reward_score, output.extra_fields.get(REWARD_INFO) or {}, row.get("uid")
         output.reward_score = checked(score, prompt, info, () if validate else self._parts)
         # Groups of a validation are not filtered.
@@ -360,7 +364,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _postprocess(
         self, inputs: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
     ) -> DataProto:
-        """Do as verl's on the rows of samples, with what rewards say in one column of dictionaries.
+        """Make a batch of the rows of samples as verl's worker does, with the rewards' extra information in one column.
 
         Args:
             inputs: rows of each sample; samples may have different keys.

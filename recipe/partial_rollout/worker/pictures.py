@@ -25,12 +25,12 @@ SEES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V or GLM-4.6V"
 
 
 class Pictures:
-    """Makes of images what verl's trainer reads, by the code of verl's own agent-loop worker.
+    """Turns images into the inputs that verl's trainer reads, with the code of verl's own agent-loop worker.
 
     Args:
-        config: the whole one.
-        tokenizer, processor: of the model; a model without a processor shows no images.
-        dataset_cls: verl's class of the data, or the user's, which reads images from messages.
+        config: the whole config.
+        tokenizer, processor: the model's tokenizer and processor; a model without a processor takes no images.
+        dataset_cls: class of the dataset, verl's or the user's; it reads images from messages.
     """
 
     _compute_multi_modal_inputs = AgentLoopWorker._compute_multi_modal_inputs
@@ -75,7 +75,8 @@ class Pictures:
     def check(self, output: SampleOutput, images: Sequence[Image.Image]) -> None:
         """Raise for a sample whose tokens have no place for its images. In a batch it would fail all others."""
         if not self.known:
-            raise ValueError(f"partial rollout trains images of {SEES}: set partial_rollout.enable=False")
+            words = f"partial rollout cannot train images of this model, only of {SEES}"
+            raise ValueError(f"{words}: set partial_rollout.enable=False")
         ids = torch.from_numpy(np.concatenate([output.prompt_ids, output.response_ids]))[None].long()
         patches = self.inputs(images, ids)["image_grid_thw"].prod(dim=1).sum()
         needed = int(patches) // self.processor.image_processor.merge_size**2

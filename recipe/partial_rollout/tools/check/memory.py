@@ -102,7 +102,7 @@ class DeviceMemory:
         return cls(update, engine | wake | {"CUDA and NCCL": _CONTEXT})
 
     def check(self, config: DictConfig) -> None:
-        """Refuse a run of which one of the sums cannot fit a device.
+        """Refuse a run if the memory of its update, or of its engine's waking, exceeds the device.
 
         Raises:
             ConfigError: in one line, which states each addend.

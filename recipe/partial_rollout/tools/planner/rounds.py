@@ -44,7 +44,7 @@ class Simulation:
     Args:
         settings: mode, sizes and scheduling are played; dynamic sampling is not.
         lengths: response lengths by group.
-        seed: of the order in which the groups of ``lengths`` come, over and over; None: as they are.
+        seed: shuffles the groups of ``lengths``, which come over and over; None: they come in the given order.
         groups: number of groups in the data; None: endless.
 
     Raises:

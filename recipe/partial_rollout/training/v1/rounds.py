@@ -44,8 +44,8 @@ class RoundBuffer:
 
     Args:
         rollout: the arm's agent-loop manager, which makes the batches.
-        loader: yields what they are made of.
-        samples: of a prompt, ``rollout.n``.
+        loader: yields the rows that the batches are made of.
+        samples: number of samples of a prompt, ``rollout.n``.
     """
 
     def __init__(self, rollout: Any, loader: Any, samples: int) -> None:
@@ -55,10 +55,10 @@ class RoundBuffer:
         """the batch that was put last"""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """The batch of step ``global_steps``, and its metrics.
+        """Make the batch of step ``global_steps``, and return it with its metrics.
 
         Raises:
-            DataEndedError: there is none.
+            DataEndedError: the data has ended.
         """
         prompts = DataProto.from_single_dict(self._next_rows())
         prompts.non_tensor_batch["uid"] = np.array([str(uuid.uuid4()) for _ in range(len(prompts))], dtype=object)
@@ -150,7 +150,10 @@ def _tag(row: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def give_versions(batch: KVBatchMeta) -> None:
-    """Give verl's filler rows in ``batch`` versions: they are copies of a row, with tokens of their own."""
+    """Set ``rollout_versions`` of verl's filler rows in ``batch`` to a single -1: no policy sampled their one token.
+
+    verl makes a filler row from a copy of another row. It replaces the tokens, but keeps the versions of that row.
+    """
     fillers = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
     if fillers:
         rows = [{"rollout_versions": torch.full((1,), -1, dtype=torch.int32)} for _ in fillers]

@@ -73,7 +73,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         """Send no weights yet: the run's parts are not connected."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Run verl's ``fit`` as ``run_fit`` does, with the arm's manager (``training/agent_loop_manager.py``)."""
+        """Connect the run's parts to ``agent_loop_manager``, this arm's manager; then run verl's ``fit`` by ``run_fit``.
+
+        The replay buffer is a ``RoundBuffer``.
+        """
         self.async_rollout_manager = agent_loop_manager
         # v1 makes the agent-loop manager last and hands it to ``fit``: workers and replicas exist only now.
         self._connect(agent_loop_manager)
@@ -95,9 +98,10 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         return {}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Rows by which a batch is filled up: each rank and each update gets as many.
+        """Return the number whose multiple verl fills a batch up to, so that all ranks and updates get equally many rows.
 
-        verl fills up whole mini-batches. A step of a few more rows than usual would have an update on those alone.
+        verl itself fills up whole mini-batches. A step with a few more rows than usual would then have an update on those
+        rows alone.
         """
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
         updates = [self.config.data.train_batch_size // part.ppo_mini_batch_size for part in self._updated]
