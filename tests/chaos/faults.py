@@ -94,7 +94,7 @@ def inflict(kind: Kind, victim: Victim, run_dir: Path, orders: Path, deadline_s:
     if kind is Kind.STOP:
         heals = _stop_worker(victim, deadline_s + SLACK_S / 2)
     elif kind in TITLES:
-        processes_of_session(victim.pid, TITLES[kind])[0].kill()
+        _process(victim, TITLES[kind]).kill()
     else:
         (orders / kind).touch()
     silent_s = _until(lambda: len(step_ends(run_dir, victim.started)) > len(steps), victim, 2 * allowed_s)
@@ -110,7 +110,7 @@ def step_ends(run_dir: Path, since: float) -> list[float]:
 
 def _stop_worker(victim: Victim, seconds: float) -> Callable[[], None]:
     """Stop a worker; returns what lets it go on, which waits until ``seconds`` are over."""
-    began, (worker, *_) = time.monotonic(), processes_of_session(victim.pid, _WORKER)
+    began, worker = time.monotonic(), _process(victim, _WORKER)
     worker.send_signal(signal.SIGSTOP)
 
     def go_on() -> None:
@@ -121,6 +121,20 @@ def _stop_worker(victim: Victim, seconds: float) -> Callable[[], None]:
             return
 
     return go_on
+
+
+def _process(victim: Victim, title: str, within_s: float = 60.0) -> psutil.Process:
+    """A process with this title, which may be starting.
+
+    Raises:
+        TimeoutError: there is none ``within_s``.
+    """
+    began = time.monotonic()
+    while not (found := processes_of_session(victim.pid, title)):
+        if time.monotonic() - began > within_s:
+            raise TimeoutError(f"the training has no process {title!r} after {within_s:g} s")
+        time.sleep(0.1)
+    return found[0]
 
 
 def _nothing() -> None:
