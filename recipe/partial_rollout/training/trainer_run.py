@@ -152,6 +152,36 @@ class TrainerRun(_VerlsTrainer):
         if settings.enable:
             # The workers have verl's loss until now.
             self.send_loss()
+        self.recorder = recorder = self._recorder_of_replicas()
+        if settings.enable:
+            # After the slots: the manager admits by them from its first version on.
+            self.driver = connect(
+                recorder,
+                self.steps,
+                self._source,
+                workers=rollout.agent_loop_workers,
+                spawn=rollout.spawn,
+                trainers=self.actor_rollout_wg.workers,
+                stop=self.stop,
+            )
+        pictures = Pictures(self.config, self.tokenizer, self.processor, type(self.train_dataset))
+        rollout.connect(
+            recorder,
+            self.steps,
+            self.stop,
+            on_batch=partial(self.step_log.show, tokenizer=self.tokenizer),
+            pad_id=self.tokenizer.pad_token_id,
+            driver=self.driver,
+            pictures=pictures if settings.enable and pictures.known else None,
+        )
+        # A validation alone begins no version, of which the driver would tell the manager.
+        self.checkpoint_manager = RecipeCheckpointManager(
+            self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None
+        )
+
+    def _recorder_of_replicas(self) -> Recorder:
+        """Return the recorder of the run, with the replicas that verl has started and their slots."""
+        settings = self.settings
         control = ServerControl(
             self.llm_server_manager.get_replicas(),
             settings.deadlines.interrupt_s,
@@ -178,32 +208,7 @@ class TrainerRun(_VerlsTrainer):
             experiment=self.config.trainer.experiment_name,
             trainer=f"{strategy} under v1" if self.config.trainer.use_v1 else strategy,
         )
-        self.recorder = recorder = Recorder(settings, self.files.open_log(facts, control.addresses), control, slots)
-        if settings.enable:
-            # After the slots: the manager admits by them from its first version on.
-            self.driver = connect(
-                recorder,
-                self.steps,
-                self._source,
-                workers=rollout.agent_loop_workers,
-                spawn=rollout.spawn,
-                trainers=self.actor_rollout_wg.workers,
-                stop=self.stop,
-            )
-        pictures = Pictures(self.config, self.tokenizer, self.processor, type(self.train_dataset))
-        rollout.connect(
-            recorder,
-            self.steps,
-            self.stop,
-            on_batch=partial(self.step_log.show, tokenizer=self.tokenizer),
-            pad_id=self.tokenizer.pad_token_id,
-            driver=self.driver,
-            pictures=pictures if settings.enable and pictures.known else None,
-        )
-        # A validation alone begins no version, of which the driver would tell the manager.
-        self.checkpoint_manager = RecipeCheckpointManager(
-            self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None
-        )
+        return Recorder(settings, self.files.open_log(facts, control.addresses), control, slots)
 
     def send_loss(self) -> None:
         """Give the actor workers the loss that the config asks for; this also registers the recipe's losses there."""
