@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.terminal import OUTPUT
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.command_line import Parser
 from tests.chaos.effects import commands, conversations, differences
@@ -20,7 +21,8 @@ from tests.chaos.faults import ORDERS, Kind, Outcome, inflict
 from tests.chaos.survival import survival
 from tests.chaos.victim import Victim
 
-_STARTED = "slots per replica"
+_STARTED = "Training Progress"
+"""verl's bar, which begins once every process of the training is up"""
 _HERE = Path(__file__).parent
 _INTERRUPT_S = 8.0
 """``partial_rollout.deadlines.interrupt_s`` of the training: within it a worker must answer"""
@@ -77,7 +79,7 @@ def _begin(args: argparse.Namespace) -> Victim:
         "actor_rollout_ref.actor.optim.lr=0",
         *args.overrides,
     ]
-    return Victim(overrides, args.out / "terminal.log", {ORDERS: str(orders.resolve())})
+    return Victim(overrides, args.out / "terminal.log", args.out / "run" / OUTPUT, {ORDERS: str(orders.resolve())})
 
 
 def _live(args: argparse.Namespace, dice: random.Random, outcomes: list[Outcome]) -> bool:

@@ -21,14 +21,17 @@ class Victim:
     Args:
         overrides: hydra's, the config name first.
         log: where the terminal's output goes; appended.
+        output: where the training appends what libraries print.
         environment: variables beside this process's.
     """
 
-    def __init__(self, overrides: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._log = log
+    def __init__(
+        self, overrides: list[str], log: Path, output: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._log, self._output = log, output
         self.started = time.time()
         """unix seconds"""
-        self._start = log.stat().st_size if log.exists() else 0
+        self._starts = {each: each.stat().st_size if each.exists() else 0 for each in (log, output)}
         with log.open("a") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "recipe.partial_rollout.main_ppo", *overrides],
@@ -41,10 +44,8 @@ class Victim:
 
     @property
     def terminal(self) -> str:
-        """What it has printed."""
-        with self._log.open(errors="replace") as file:
-            file.seek(self._start)
-            return file.read()
+        """What it has printed on the terminal."""
+        return self._of_this_life(self._log)
 
     @property
     def exit_code(self) -> int | None:
@@ -59,16 +60,23 @@ class Victim:
         lines = [line for line in self.terminal.splitlines() if line.strip()]
         return next((line for line in reversed(lines) if "training failed: " in line), lines[-1] if lines else "")
 
+    def _of_this_life(self, path: Path) -> str:
+        if not path.exists():
+            return ""
+        with path.open(errors="replace") as file:
+            file.seek(self._starts[path])
+            return file.read()
+
     def wait_for(self, text: str, deadline_s: float) -> None:
-        """Return once it has printed ``text``, or has ended.
+        """Return once a library has printed ``text``, or the training has ended.
 
         Raises:
             TimeoutError: neither within ``deadline_s``.
         """
         deadline = time.monotonic() + deadline_s
-        while text not in self.terminal and self.exit_code is None:
+        while text not in self._of_this_life(self._output) and self.exit_code is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the training did not print {text!r} within {deadline_s:g} s; see {self._log}")
+                raise TimeoutError(f"the training did not print {text!r} within {deadline_s:g} s; see {self._output}")
             time.sleep(0.2)
 
     def wait(self, deadline_s: float) -> int | None:
