@@ -3,14 +3,18 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError
 from recipe.partial_rollout.tools.report.command import main
 from recipe.partial_rollout.tools.report.comparison import compare
 from recipe.partial_rollout.tools.report.findings import cautions, findings
 from recipe.partial_rollout.tools.report.lanes import Trainer, lanes_of
+from recipe.partial_rollout.tools.report.panels import draw_panels
 from recipe.partial_rollout.tools.report.summary import Summary
 from recipe.partial_rollout.tools.report.table import report_markdown, tables
+from recipe.partial_rollout.tools.report.timeline import draw_timeline
 from recipe.partial_rollout.tools.run_record import load_run
 from tests.unit.runs import begun, build_group, build_round, build_run, default_rounds, halves, separate_run
 
@@ -143,6 +147,21 @@ def test_headline_leaves_out_the_step_whose_engines_start_cold(tmp_path, steps):
         f"The same {2 * steps} groups: per trained token, PR took 0.50 of noPR's rollout time and 1.00 of its step time, "
         "without the first step after each start, whose engines are cold."
     )
+
+
+@pytest.mark.parametrize("draw", [draw_timeline, draw_panels])
+def test_title_of_a_picture_fits_its_width(tmp_path, monkeypatch, draw):
+    drawn = []
+
+    def savefig(figure, path):
+        figure.draw_without_rendering()
+        title = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text().startswith("word"))[0]
+        drawn.append((title.get_window_extent().width, figure.bbox.width))
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    draw(compared(tmp_path), "word " * 50, tmp_path / "picture.png")
+    ((title, picture),) = drawn
+    assert title <= picture
 
 
 def test_unequal_work_is_flagged_in_words(tmp_path):

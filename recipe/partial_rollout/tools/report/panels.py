@@ -57,7 +57,7 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
         _draw_panel(axes, panel, comparison, runs)
         axes.set_xlabel("step")
     _draw_lengths(last, comparison)
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold", wrap=True)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=11)
     figure.savefig(path)

@@ -47,7 +47,7 @@ def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
     lower = rows[-1]
     lower.set_xlabel(f"seconds from the start of round {comparison.base.run.rounds[0].step}")
     lower.xaxis.set_major_formatter("{x:,.0f}")
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold", wrap=True)
     _draw_legend(figure)
     figure.savefig(path)
 
