@@ -98,11 +98,11 @@ class AdmittingEngine:
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput | None, None]:
-        """Generate like ``AsyncLLM.generate``, but first yield None: from then on a pause or an abort covers the request.
+        """Generate like ``AsyncLLM.generate``, but yield None first: from then on a pause or an abort covers the request.
 
-        The last output follows, with every token; earlier outputs only if the caller asks for DELTA. A pause ends
-        the request with an output that has the tokens so far; a request that was still queued has none. If the caller
-        stops before the last output, its request is aborted.
+        Then follows one output with all tokens or, if the caller asks for DELTA, one for each piece. A pause ends the
+        request with the tokens so far; a request that was still queued has none. If the caller stops before the last
+        output, the request is aborted. Flat log-probs of the last output can be read once.
 
         Args:
             sampling_params: not modified.
@@ -151,7 +151,10 @@ def _last_only(params: SamplingParams) -> SamplingParams:
 
 
 class _Sampled:
-    """A token's log-prob, as verl's server reads it: ``log_probs[token].logprob``."""
+    """The log-prob of a sampled token, in the form that verl's server reads: ``log_probs[token].logprob``.
+
+    Any ``token`` gives the same log-prob. ``_sampled`` uses one object for all tokens.
+    """
 
     __slots__ = ("logprob",)
 
@@ -193,9 +196,9 @@ def _queued_s(output: RequestOutput, began: float) -> float:
 
 
 class RecipeVLLMServer(vLLMHttpServer):
-    """``vLLMHttpServer`` that aborts queued requests, holds running ones, obeys ``rollout.custom.resume_kv``.
+    """``vLLMHttpServer`` that also aborts queued requests, can hold running ones, and obeys ``rollout.custom.resume_kv``.
 
-    ``resume_generation`` ends either, or both:
+    ``resume_generation`` ends an abort, a hold, or both:
 
     ======================  ====================  ==============================
     after                   requests in it        requests that arrive
@@ -216,7 +219,11 @@ class RecipeVLLMServer(vLLMHttpServer):
         return (self.config.custom or {}).get("resume_kv") == ResumeKV.KEEP
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """Start the server as verl does, with some KV blocks kept free; the first replica prints what vLLM has chosen."""
+        """Start the server as verl does, with ``kv_headroom`` as vLLM's watermark and the recipe's scheduler.
+
+        A release of vLLM that is not tested keeps its own scheduler, and what the user has set for either stays. The first
+        replica prints the model runner and the scheduler.
+        """
         # What the user has set stays.
         if hasattr(args, "watermark"):
             args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
@@ -399,7 +406,10 @@ class RecipeVLLMReplica(vLLMReplica):
 
 
 def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
-    """Kill those of ``processes`` that are alive, and wait for their end; runs in a worker of verl's on their node."""
+    """Kill those of ``processes`` that are alive, and wait for their end.
+
+    It runs in one of verl's workers, on the node of the processes.
+    """
     alive = []
     for pid, created in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -411,7 +421,7 @@ def _end_processes(_worker: Any, processes: list[ProcessId]) -> None:
 
 
 def _empty_cache(_worker: Any) -> None:
-    """Return the memory that the worker's allocator has cached and does not use to the device, if there is one."""
+    """Release the memory that the worker's allocator has cached and does not use. Without a device nothing happens."""
     aggressive_empty_cache(force_sync=True)
 
 

@@ -91,7 +91,7 @@ class Backlog:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start of the run; they only grow."""
+    """Totals since the first step of the run. They only grow; a resume restores those of its checkpoint."""
 
     admitted_groups: int = 0
     trained_groups: int = 0

@@ -66,7 +66,7 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
 
 
 def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
-    """Describe which limit of its batch a sample exceeds, in tokens and with its key; None if it fits."""
+    """Describe which limit a sample exceeds, of its prompt or its response: tokens and key. None if it exceeds neither."""
     if prompt > prompt_length:
         return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
     if response > response_length:
@@ -124,7 +124,7 @@ def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
 
 
 def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | None:
-    """Describe what the reward of a sample gives in place of a number for ``metric``; None if it gives one."""
+    """Return an error text if the reward of a sample has no number for ``metric``; None if it has one."""
     if finite(found := _value(metric, score, info)) is not None:
         return None
     found = f"{found!r:.40}" if metric in info else "nothing"

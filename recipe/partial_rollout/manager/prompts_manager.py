@@ -145,13 +145,13 @@ class PromptsManager:
         sample.segments += [segment for segment in segments if len(segment)]
 
     def park(self, sample_id: str) -> None:
-        """Free the slot of a sample; its worker goes on with it."""
+        """Free the slot of a sample that makes no engine call. Its agent loop continues in its worker."""
         self.samples.move(sample_id, "park")
 
     def interrupt(self, sample_id: str) -> None:
         """Free the slot of a sample, if it holds one, and queue the sample before new prompts.
 
-        Only its worker, which keeps its conversation, can claim it.
+        Its worker keeps its conversation, so no other worker can claim it while that worker lives.
         """
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
@@ -263,7 +263,10 @@ class PromptsManager:
 
     @property
     def short_of_prompts(self) -> bool:
-        """Whether more groups may soon be filtered than the backlog can replace."""
+        """Whether the driver must offer prompts before the batch is complete.
+
+        Dynamic sampling may soon filter more groups than the backlog can replace, and the data has prompts left.
+        """
         filters = self._filter is not None and self.backlog.source_left > 0
         return self.round_open and filters and len(self.backlog.prompts) < self._settings.batch_groups
 
@@ -286,11 +289,12 @@ class PromptsManager:
     def begin_version(self, version: int) -> None:
         """CLOSED, AHEAD -> OPEN: admit the groups of ``version`` and let workers claim.
 
-        A batch that stopped the round may still be with the trainer.
+        The trainer may still have the batch that ended the last round. After ``suspend`` the present version may begin
+        again.
 
         Raises:
-            RuntimeError: the batch of the present version was not taken; it ran on and is not trained; or ``version``
-                does not follow the present one.
+            RuntimeError: OPEN: the batch of the present version was not taken. AHEAD: the trainer still has that batch. Or
+                ``version`` is older than the present one, or, after a batch, not the next one.
         """
         present, ahead = self.version, self._version_state is VersionState.AHEAD
         if self._version_state is VersionState.OPEN or (ahead and self.groups.taken):

@@ -31,9 +31,11 @@ class TrainingSteps:
     """at most the steps that the data suffices for, ``per_epoch * epochs``"""
 
     def offered(self, settings: PartialRolloutConfig) -> int:
-        """Steps for which prompts are admitted: those of the training, or all that the data suffices for.
+        """Return the number of steps for which prompts are admitted.
 
-        With dynamic sampling a step consumes more prompts than it trains, and the manager bounds what is trained.
+        With ``drain`` and without dynamic sampling these are the steps of the training. Otherwise they are all steps of the
+        data: without ``drain`` new groups start until the end, and dynamic sampling consumes more prompts than it trains.
+        The manager bounds what is trained.
         """
         return self.last if settings.drain and settings.group_filter is None else self.per_epoch * self.epochs
 

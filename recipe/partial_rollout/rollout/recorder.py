@@ -235,8 +235,9 @@ def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> d
 def batch_metrics(groups: Sequence[TakenGroup], trained: Sequence[TrainedGroup], trained_at: int) -> dict[str, float]:
     """Return the metrics of the trained batch.
 
-    They are staleness in versions; the share (0 to 1) of off-policy tokens; the share of samples that several versions
-    made, and of their tokens; the largest number of engine calls of a sample; and tokens that were decoded and not trained.
+    They are: staleness in versions; the share (0 to 1) of off-policy tokens; the share of samples with tokens of several
+    versions, and the share of tokens in such samples; the most engine calls of a sample; the tokens that were decoded and
+    not trained.
 
     Args:
         trained: the records of ``groups``.

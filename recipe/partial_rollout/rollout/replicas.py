@@ -222,7 +222,7 @@ class ReplicaSlots:
         return self.per_replica * self._replicas
 
     def of_a_worker(self, workers: int) -> int:
-        """The share of all slots that each of ``workers`` has."""
+        """Return the slots of each worker if ``workers`` of them share all slots equally, rounded up."""
         return math.ceil(self.total / workers)
 
     def describe(self) -> str:

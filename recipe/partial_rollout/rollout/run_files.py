@@ -23,11 +23,11 @@ _RECORDS = (LOG, CONFIG, ERROR_LOG)
 
 
 class RunFiles:
-    """The files of a run, of either arm.
+    """The files of a run, with or without partial rollout.
 
     Args:
-        checkpoints: those of its directory, and the one to resume.
-        trains: False: it validates only (``trainer.val_only``), and leaves no record in its directory.
+        checkpoints: the checkpoints in the run's directory, and the one to resume.
+        trains: False if the run only validates (``trainer.val_only``). It then leaves no record in its directory.
     """
 
     def __init__(self, checkpoints: RunCheckpoints, *, trains: bool = True) -> None:

@@ -222,7 +222,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
 
 def samples_of(batch: DataProto) -> np.ndarray:
-    """int [B]: number of the sample that each row of ``batch`` is of, from 0.
+    """int [B]: for each row of ``batch`` the number of its sample, from 0. A sample may have several rows.
 
     >>> samples_of(DataProto.from_single_dict({ROW: np.array([0, 1, 0, 0, 1, 2])})).tolist()
     [0, 0, 1, 2, 2, 2]

@@ -107,7 +107,7 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
 
 
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Replace the dictionaries in verl's lists of a validation by a list for each key of the rewards."""
+    """Split the list of reward dictionaries in verl's validation ``infos`` into a list for each key. Other lists stay."""
     rest = {key: values for key, values in infos.items() if key != REWARD_INFO}
     return {**{key: column.tolist() for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
 

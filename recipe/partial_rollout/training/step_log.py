@@ -145,7 +145,7 @@ def step_line(data: Mapping[str, Any], step: int, total: int, settings: PartialR
     """Format a step's main metrics as a line; the file and the trackers have all of them.
 
     Args:
-        data: metrics; those of a validation alone have a line of their own.
+        data: metrics of the step. If they are of a validation alone, the line has only its scores.
         total: steps of the training.
     """
     scores = [f"{key.split('/', 1)[1]} {value:.3f}" for key, value in data.items() if HELD_OUT.fullmatch(key)]

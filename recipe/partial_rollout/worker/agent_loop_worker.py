@@ -66,7 +66,7 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Tas
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
-    """Runs the samples that its ``ClaimLoop`` claims in verl's agent loops."""
+    """Runs verl's agent loops for the samples that its ``ClaimLoop`` claims."""
 
     llm_client: PartialRolloutLLMClient  # type: ignore[assignment]
     _claims: ClaimLoop
@@ -188,7 +188,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         return await clock.run(run_loop(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
 
     def _timed_tools(self, clock: SampleClock) -> list[Any]:
-        """Return the tools for the agent loop that ``clock`` is of."""
+        """Return the worker's tools for the agent loop of ``clock``: calls have a deadline, and errors are recorded."""
         timeout_s = self.config.partial_rollout.failures.tool_timeout_s
         return timed(self.tools, clock, timeout_s, self._claims.outbox.record_error)
 

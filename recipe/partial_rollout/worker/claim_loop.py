@@ -288,7 +288,7 @@ class ClaimLoop:
         """Restart the timer that releases the slot of an idle sample; stop it if the sample calls the engine or has ended.
 
         Args:
-            begin_s: seconds until its agent loop can have made an engine call.
+            begin_s: extra seconds for an agent loop that has just got its lease, to make its first engine call.
         """
         if sample.release_timer is not None:
             sample.release_timer.cancel()

@@ -102,7 +102,10 @@ class SampleClock:
 
 
 async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
-    """Cancel ``task`` and return the error that shows where it was. A task that catches it goes on, and nobody hears it."""
+    """Cancel ``task``, wait ``_END_S`` seconds at most, and return its error, whose traceback shows where it was.
+
+    None: the task caught the cancellation. It may run on; its result is not used.
+    """
     task.cancel()
     await asyncio.wait({task}, timeout=_END_S)
     try:
@@ -231,7 +234,7 @@ class LiveSample:
 
     @property
     def decoded(self) -> int:
-        """Tokens that engines made for it, those of its lease included."""
+        """Tokens that engines made for the sample, those that came with its lease from an earlier worker included."""
         return sum(map(len, [*self.segments, *self._known]))
 
     @property
@@ -262,7 +265,10 @@ class LiveSample:
         return turn
 
     def add(self, turn: Turn, segment: Segment) -> None:
-        """Add tokens of ``turn`` that the engine has just made; none, if it was aborted before the first."""
+        """Append ``segment`` to ``turn``, and to what the manager is told next.
+
+        Nothing is added if the sample has ended, or if its engine call was aborted before the first token.
+        """
         if self.ended or (not len(segment) and segment.stop_reason is None):
             return
         segment = replace(segment, turn=turn.number, request_digest=turn.request_digest)

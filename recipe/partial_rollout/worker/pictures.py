@@ -107,6 +107,9 @@ def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
 def kept(
     images: Sequence[Image.Image], digests: Sequence[bytes], own: Sequence[Image.Image]
 ) -> tuple[int | bytes, ...]:
-    """Name ``images`` for ``SampleOutput.images``: those among the row's, ``own``, by their index, others as PNG files."""
+    """Return what ``SampleOutput.images`` stores for each of ``images``.
+
+    An image of the row (``own``) is stored as its index there, any other as the bytes of a PNG file.
+    """
     places = {digest(image): place for place, image in enumerate(own)}
     return tuple(places[mark] if mark in places else png(image) for image, mark in zip(images, digests, strict=True))

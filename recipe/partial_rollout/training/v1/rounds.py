@@ -44,7 +44,7 @@ class RoundBuffer:
 
     Args:
         rollout: the arm's agent-loop manager, which makes the batches.
-        loader: yields the rows that the batches are made of.
+        loader: yields the rows of a batch; under PR placeholders (``SlotLoader``), because the manager has the prompts.
         samples: number of samples of a prompt, ``rollout.n``.
     """
 
@@ -88,7 +88,7 @@ class RoundBuffer:
         return rows
 
     def _put(self) -> KVBatchMeta:
-        """Put the batch into TransferQueue."""
+        """Put the present batch into TransferQueue, and return its keys and tags."""
         rows = rows_of(self._batch)
         # v1's names: uid, sample of the prompt, row of the sample.
         samples, numbers = samples_of(self._batch), self._batch.non_tensor_batch[ROW]

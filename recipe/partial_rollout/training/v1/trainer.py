@@ -73,9 +73,9 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         """Send no weights yet: the run's parts are not connected."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Connect the run's parts to ``agent_loop_manager``, this arm's manager; then run verl's ``fit`` by ``run_fit``.
+        """Connect the run's parts to ``agent_loop_manager``, and let ``run_fit`` call verl's ``fit``.
 
-        The replay buffer is a ``RoundBuffer``.
+        A ``RoundBuffer`` takes the place of the replay buffer.
         """
         self.async_rollout_manager = agent_loop_manager
         # v1 makes the agent-loop manager last and hands it to ``fit``: workers and replicas exist only now.
