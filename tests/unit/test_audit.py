@@ -106,19 +106,20 @@ WRONG = {
     "prompt 0/1 was trained in step 4, and trained in step 2": at(4, "1/2 1/3 0/1", "1/2 1/3"),
     "prompt 1/3 was trained in step 4 and not admitted before": at(4, "1/2 1/3", "1/2"),
     "prompt 0/1 was admitted in step 4, and admitted in step 1": at(4, "1/2 1/3", "1/2 1/3 0/1"),
-    "prompts 0/0 and 1/3 have one dispatch order": with_group("1/3", order=0),
-    "prompts 1/2 and 1/3 have one row of the data": with_group("1/3", prompt="2"),
-    "step 1 trained 3 groups of 2": [RUN, round_of(1, "0/0 0/1 0/2", "0/0 0/1 0/2")],
-    "step 2 trained 1 groups of 2": [RUN, GOOD[1], round_of(2, "0/1", "0/3 1/0")],
+    "prompts 0/0 and 1/3 have the same dispatch order": with_group("1/3", order=0),
+    "prompts 1/2 and 1/3 have the same row of the data": with_group("1/3", prompt="2"),
+    "step 1 trained 3 groups instead of 2": [RUN, round_of(1, "0/0 0/1 0/2", "0/0 0/1 0/2")],
+    "step 2 trained 1 groups instead of 2": [RUN, GOOD[1], round_of(2, "0/1", "0/3 1/0")],
     "step 2 trained 12 tokens of version 1; no engine call of its round decoded any": at(2, **calls(0, 1)),
     **{
-        f"prompt 1/3 was trained in step 4 with birth {birth} and staleness {ages}: a birth of 2 to {3 - max(ages)}":
+        f"prompt 1/3 was trained in step 4 with birth {birth} and staleness {ages}: "
+        f"its birth must be from 2 to {3 - max(ages)}":
             with_group("1/3", birth=birth, staleness=ages, off_policy_tokens=max(ages))
         for birth, ages in ((1, [0, 0]), (1, [1, 0]), (3, [0, 1]), (4, [0, 0]))
     },
     "prompt 7/0 was trained in step 4: the training has no such prompt": at(4, "1/2 1/3 7/0", "1/2 1/3"),
-    "sample 1/3#0 was trained in step 4 with staleness 2: at most 1": with_group("1/3", **LATE),
-    "prompt 1/3 was trained in step 4 with 1 samples of 2": with_group("1/3", samples=1),
+    "sample 1/3#0 was trained in step 4 with staleness 2: max_staleness is 1": with_group("1/3", **LATE),
+    "prompt 1/3 was trained in step 4 with 1 of 2 samples": with_group("1/3", samples=1),
     "prompt 1/3 in step 4: 100 off-policy tokens of 5 generated ones in 6 are impossible":
         with_group("1/3", tokens=5, off_policy_tokens=100),
     "prompt 1/3 in step 4: 0 off-policy tokens do not agree with staleness [1, 0]": with_group("1/3", staleness=[1, 0]),
@@ -127,16 +128,16 @@ WRONG = {
     "the round of step 2 under version 1 has engine calls of version 2": at(2, **calls(20, 2)),
     "3 samples were unaccounted for after the round of step 2": at(2, lost_samples=3),
     "a resumed run changed arm from PR to noPR": [*GOOD[:3], resumed(2, arm="noPR"), *GOOD[3:]],
-    "prompt 0/1 was lost: later ones were admitted, it was not": [RUN, round_of(1, "0/0 0/2", "0/0 0/2")],
-    "5 prompts are admitted and not trained, admission allows 4: 1 were lost, the first maybe 0/0":
+    "prompt 0/1 was lost: later prompts were admitted, this one was not": [RUN, round_of(1, "0/0 0/2", "0/0 0/2")],
+    "5 prompts are admitted and not trained, but at most 4 can be in flight: 1 were lost, the first is perhaps 0/0":
         [RUN, round_of(1, "0/1", "0/0 0/1 0/2 0/3 1/0 1/1")],
     "prompt 0/3 was filtered in step 1, and trained in step 1": sampled(1, "0/0 0/3", "0/0 0/1 0/2 0/3", "0/3 0/1"),
     "prompt 0/1 was filtered in step 2, and filtered in step 1": sampled(2, "1/0 1/1", "1/0 1/1", "0/2 0/1"),
     "prompt 1/2 was filtered in step 2 and not admitted before": sampled(2, "1/0 1/1", "1/0 1/1", "0/2 1/2"),
     "prompt 0/2 was lost: never trained": sampled(2, "1/0 1/1", "1/0 1/1"),
-    "prompt 0/2 was filtered in step 2 with birth 2: a birth of 0 to 1": filtered_at(2, bound=1),
-    "prompt 0/2 was filtered in step 2 with birth 0: a birth of 1 to 1": filtered_at(0, bound=0),
-    "the training is complete with 4 prompts trained of 6": [{**FILTERING, "total": 6}, *SAMPLED[1:]],
+    "prompt 0/2 was filtered in step 2 with birth 2: its birth must be from 0 to 1": filtered_at(2, bound=1),
+    "prompt 0/2 was filtered in step 2 with birth 0: its birth must be from 1 to 1": filtered_at(0, bound=0),
+    "the training is complete, but trained 4 of 6 prompts": [{**FILTERING, "total": 6}, *SAMPLED[1:]],
 }  # fmt: skip
 
 
@@ -156,12 +157,12 @@ OVER = ended(1, exhausted=True)
     [
         (with_group("1/3", masked=2), []),
         # A loss is told once.
-        (at(3, "1/0", "1/1"), ["prompt 1/1 was lost: never trained", "step 3 trained 1 groups of 2"]),
+        (at(3, "1/0", "1/1"), ["prompt 1/1 was lost: never trained", "step 3 trained 1 groups instead of 2"]),
         # Not drained: as much as admission allows may be in flight at the end, and every step must have trained its batch.
         ([BEYOND, *GOOD[1:3], ended(2)], []),
         (
             [BEYOND, GOOD[1], round_of(2, "0/1", "0/3 1/0"), ended(2)],
-            ["the training is complete with 3 prompts trained of 4", "step 2 trained 1 groups of 2"],
+            ["the training is complete, but trained 3 of 4 prompts", "step 2 trained 1 groups instead of 2"],
         ),
         # One that drains after one that did not: the first process admitted five, the second trains four in all.
         (
@@ -174,7 +175,7 @@ OVER = ended(1, exhausted=True)
         # The data ends a filtering training with less than a batch in flight.
         ([{**FILTERING, "offered": 4}, SAMPLED[1], OVER], []),
         ([{**FILTERING, "offered": 4}, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3"), OVER], ["2 prompts are admitted"]),
-        ([FILTERING, SAMPLED[1], OVER], ["5 prompts are admitted and not trained, admission allows 1"]),
+        ([FILTERING, SAMPLED[1], OVER], ["5 prompts are admitted and not trained, but at most 1 can be in flight"]),
         # ``trainer.total_training_steps`` is beyond the data.
         ([{**FILTERING, "total": 40, "offered": 4}, SAMPLED[1], OVER], []),
         ([{**RUN, "total": 40}, *GOOD[1:]], []),

@@ -149,7 +149,8 @@ def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, loo
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 100 * 2**30}))
     cpus, disk = problems(config, SIZE_4B)
     assert "25 CPUs for Ray, which has 16" in cpus
-    assert f"100 GiB free for trainer.default_local_dir={tmp_path}/out/pr: 135 GiB for 3 checkpoints of 45.0" in disk
+    free = f"100 GiB free for trainer.default_local_dir={tmp_path}/out/pr"
+    assert f"{free}: 135 GiB are needed for 3 checkpoints of 45.0" in disk
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
     assert not problems(config, SIZE_4B)

@@ -82,13 +82,16 @@ def test_answer_that_the_library_fails_on_scores_nothing(library, name, text):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--task", "chain_sums"), "--task=chain_sums: one of "),
+        (("--task", "chain_sums"), "--task=chain_sums: must be one of "),
         (("--task", "chain_sum", "--config", "{digits"), "--config={digits: must be a JSON object"),
         (("--task", "chain_sum", "--config", '{"digits": 1}'), "options that chain_sum takes ("),
         (("--task", "chain_sum", "--config", '{"max_digits": 0}'), "max_digits must be >= min_digits"),
-        (("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'), "options by their names, not max_digits"),
+        (
+            ("--task", "chain_sum", "gcd", "--config", '{"max_digits": 1}'),
+            "must be options by task name, and max_digits is not in --task",
+        ),
         (("--task", "chain_sum", "--shots", "-1"), "--shots=-1: at least 0"),
-        (("--task", "graph_color", "--shots", "1"), "--shots=1: 0 for graph_color, whose problems have no one answer"),
+        (("--task", "graph_color", "--shots", "1"), "--shots=1: must be 0 for graph_color, whose problems"),
         (("--task", "chain_sum", "--config", FEW, "--held-out", "999"), "more problems"),
     ],
 )

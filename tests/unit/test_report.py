@@ -174,8 +174,8 @@ def test_unequal_work_is_flagged_in_words(tmp_path):
         assert contrast.ratios[name] == pytest.approx(2), name
     assert findings(comparison)[0].startswith("Not equal work: per trained token, PR took ")
     assert cautions(comparison)[0] == (
-        "The work differs: noPR trained 2 prompts that PR did not, or more often, e.g. '2' of epoch 0; "
-        "PR trained 1 prompts that noPR did not, or more often, e.g. '0' of epoch 0"
+        "The work differs: noPR trained 2 prompts that PR did not, or trained less often, e.g. '2' of epoch 0; "
+        "PR trained 1 prompts that noPR did not, or trained less often, e.g. '0' of epoch 0"
     )
     assert "**The work differs: " in report_markdown(comparison).splitlines()[2]
 

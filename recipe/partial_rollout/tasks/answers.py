@@ -1,9 +1,10 @@
-"""A reward whose validation has accuracy and majority: verl's scores, with the answer that was read.
+"""A reward function with which verl also logs accuracy and majority votes: verl's score, and the answer that it read.
 
-It also scores DeepScaleR, DeepMath-103K, AMC23 and MATH500 in files of ``tools data``, which verl has no names for.
+It also scores DeepScaleR, DeepMath-103K, AMC23 and MATH500 as ``tools data`` writes them; verl does not know their
+``data_source``.
 
 verl logs ``acc/mean@k`` and ``best@k`` where the reward function returns ``acc``, and ``maj@k`` where it returns ``pred``
-too. Its function for GSM8K returns a bare number. Give this one in its place, in training and validation::
+too. verl's function for GSM8K returns only a number. To use this one in its place, for training and validation, set::
 
     reward.custom_reward_function.path=pkg://recipe.partial_rollout.tasks.answers
     reward.custom_reward_function.name=compute_score
@@ -19,17 +20,19 @@ from verl.utils.reward_score.math_reward import is_equiv
 
 GSM8K = "openai/gsm8k"
 EXPRESSIONS = ("deepscaler", "deepmath", "amc_2023", "math_500")
-"""sources of ``tools data`` whose answers are expressions"""
+"""``data_source`` of the data sets whose answers are LaTeX expressions"""
 NO_ANSWER = "[no answer]"
-"""``pred`` of a response without an answer: a string, because verl computes no majority where one is missing"""
+"""``pred`` of a response without an answer: not None, because verl computes no majority if a ``pred`` is missing"""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """verl's ``default_compute_score``; for GSM8K with ``acc`` (0 or 1) and ``pred`` (the answer, as text) beside it.
+    """Return verl's ``default_compute_score``; for GSM8K also ``acc`` (0 or 1) and ``pred`` (the answer as text).
 
-    Expressions are scored as DAPO-Math is, 1 or -1 by what follows `Answer:`, or are right by verl's equivalence for MATH.
+    A data set of ``EXPRESSIONS`` scores 1 or -1. The text after the last `Answer:` is right if verl's DAPO-Math score
+    accepts it, or if verl's comparison for MATH finds it equivalent to the ground truth. The third example below is
+    wrong because the parentheses are missing.
 
     >>> compute_score("openai/gsm8k", "3 + 4 = 7 #### 7", "7")
     {'score': 1.0, 'acc': 1.0, 'pred': '7'}

@@ -1,9 +1,11 @@
-"""An OpenAI-compatible endpoint inside an agent loop: whatever speaks chat completions generates, and its tokens train.
+"""An OpenAI-compatible endpoint inside an agent loop: any chat-completions client can generate, and its tokens are
+trained.
 
-A request that repeats a conversation with its answer goes on from the answer's own tokens: no text is tokenized again. Any
-other request begins a conversation: a sub-agent's, or that of a client that has rewritten its history. ``outputs`` trains
-all of them, a row each; ``output`` trains one, and tokens of the others are decoded and not trained. It uses what every
-agent loop has, so it serves noPR and validation too.
+A request whose messages begin with an earlier request and the endpoint's answer continues that conversation. It reuses
+the answer's token ids: no text is tokenized again. Any other request begins a new conversation: that of a sub-agent, or
+of a client that has rewritten its history. ``outputs`` returns all conversations for training, one row each. ``output``
+returns one; the tokens of the others were decoded and are not trained. The endpoint uses only methods of verl's agent
+loops, so it works under noPR and in validation too.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ Messages = list[dict[str, Any]]
 
 _READ = ("messages", "tools", "max_tokens", "max_completion_tokens", "model", "user", "metadata")
 _ONLY = {"stream": False, "store": False, "n": 1, "tool_choice": "auto", "parallel_tool_calls": True}
-"""parameters that may be given with this value"""
+"""request parameters that are accepted only with this value"""
 
 
 class ChatError(ValueError):
-    """A request that gets an error instead of a completion."""
+    """A request is refused: the client gets an error with this message, code and HTTP status."""
 
     def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
         super().__init__(message)
@@ -38,43 +40,45 @@ class ChatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation so far, in messages and in tokens; ``prompt_ids`` end where its first answer begins."""
+    """A conversation so far, as messages and as token ids; ``prompt_ids`` are the tokens before its first answer."""
 
     messages: Messages
     tools: Any
     rewritten: bool
-    """whether it begins with answers that the endpoint has not given"""
+    """whether its first request contains assistant messages that neither the endpoint wrote nor earlier conversations
+    began with"""
     prompt_ids: list[int]
     response_ids: list[int]
     mask: list[int]
     log_probs: list[float] | None
     before: str = ""
-    """id of the completion that it goes on from; "": it begins here"""
+    """id of the completion that it continues; "" if it continues none"""
 
     @property
     def question(self) -> str:
-        """Messages and tools that its last answer replied to, as JSON."""
+        """Messages before its last answer, and its tools, as JSON: equal for two answers to the same request."""
         return json.dumps([self.messages[:-1], self.tools])
 
 
 class ChatEndpoint:
-    """``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``.
+    """An endpoint for one sample: ``async with ChatEndpoint(self, sampling_params) as chat`` serves ``chat.url``.
 
-    Return ``chat.output()`` to train one conversation, or ``chat.outputs()`` to train all (``trainer.use_v1=True``).
+    The agent loop returns ``chat.output()`` to train one conversation, or ``chat.outputs()`` to train all of them
+    (``trainer.use_v1=True``).
 
-    Clients need ``timeout=None, max_retries=0``: an answer may take as long as the trainer's update. A conversation of
-    ``data.max_response_length`` tokens gets ``context_length_exceeded``. What the client then raises ends the block without
-    an error, and what was made trains.
+    Clients need ``timeout=None, max_retries=0``: an answer may take as long as the trainer's update. A request in a
+    conversation that has ``data.max_response_length`` tokens gets the error ``context_length_exceeded``. If the client
+    then raises, the ``async with`` block swallows its exception, and the tokens generated so far are trained.
 
     Args:
         loop: the agent loop, whose ``server_manager`` generates.
-        sampling_params: those of its ``run``; a request may not ask for others.
+        sampling_params: the argument of the loop's ``run``; a request that asks for others is refused.
     """
 
     def __init__(self, loop: AgentLoopBase, sampling_params: dict[str, Any]) -> None:
         self._loop, self._sampling_params = loop, sampling_params
         self._conversations: dict[str, Conversation] = {}
-        """by id of the completion that ends it"""
+        """conversations by the id of their last completion, oldest first"""
         self._numbers, self._name = itertools.count(), secrets.token_hex(16)
         self._full = False
         self._error: Exception | None = None
@@ -83,7 +87,7 @@ class ChatEndpoint:
         app = web.Application(client_max_size=2**26)
         app.router.add_post(f"/{self._name}/v1/chat/completions", self._serve)
         app.router.add_route("*", "/{elsewhere:.*}", self._serve)
-        # A client that goes away gives its engine call up.
+        # ``handler_cancellation``: if the client disconnects, its engine call is cancelled.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -93,7 +97,7 @@ class ChatEndpoint:
     async def __aexit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
         await self._runner.cleanup()
         if self._error is not None and isinstance(error, Exception):
-            # The client knows only that its server failed.
+            # Raise the cause: the client's exception says only that its server failed.
             raise self._error from error
         return self._full and isinstance(error, Exception)
 
@@ -112,7 +116,8 @@ class ChatEndpoint:
         return web.json_response({"error": words}, status=known.status, headers={"x-should-retry": "false"})
 
     async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to ``request``, both as the API has them; a client in this process may call it."""
+        """Return the completion for ``request``, both in the format of the API; a client in this process may call it
+        directly."""
         for key, value in request.items():
             if key not in _READ and value is not None and (key not in _ONLY or value != _ONLY[key]):
                 why = "an answer comes whole and once, sampled as the agent loop's sampling_params say"
@@ -152,9 +157,9 @@ class ChatEndpoint:
         }
 
     async def _conversation(self, messages: Messages, tools: Any) -> Conversation:
-        """The conversation that ``messages`` are: one that goes on, or a new one."""
+        """Return the conversation that ``messages`` continue, with these messages added, or a new one."""
         if not messages or messages[-1]["role"] == "assistant":
-            raise ChatError("messages: the last must be a question")
+            raise ChatError("messages: the last must be a question (there is none, or it is the assistant's)")
         like = {name: each for name, each in self._conversations.items() if each.tools == tools}
         known = [name for name, each in like.items() if messages[: len(each.messages)] == each.messages]
         if known:
@@ -168,7 +173,7 @@ class ChatEndpoint:
             merged_parts = {"response_ids": response_ids, "mask": mask, "log_probs": log_probs}
             return replace(before, messages=messages, before=name, **merged_parts)
         roles = [message["role"] for message in messages]
-        # A first request may begin with examples, and later ones with the same.
+        # A first request may begin with assistant messages as examples, and later requests may repeat them.
         examples = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
         rewritten = bool(self._conversations and examples) and all(
             each.messages[: len(examples)] != examples for each in like.values()
@@ -196,26 +201,29 @@ class ChatEndpoint:
         return {"role": "assistant", "content": content, "tool_calls": named}
 
     def output(self, completion: str | None = None) -> AgentLoopOutput:
-        """The conversation that ends with ``completion``, an id, or with the last one.
+        """Return the conversation that ends with the completion of id ``completion``; None: the last conversation.
 
         Raises:
-            ValueError: there is none, or it begins with answers that this endpoint has not given.
+            ValueError: there is no completion, or the conversation begins with answers that this endpoint has not
+                given.
         """
         if not self._conversations:
             raise ValueError("the endpoint has given no completion")
         conversation = self._conversations[completion or next(reversed(self._conversations))]
         if conversation.rewritten:
             raise ValueError(
-                "the client went on from answers, or with tools, that are not those of its earlier requests: a sequence is "
-                "trained under one context. Return chat.outputs(), a row for each context (trainer.use_v1=True)"
+                "the client went on from answers, or with tools, that are not those of its earlier requests: one row "
+                "has one context. Return chat.outputs(), a row for each context (trainer.use_v1=True)"
             )
         return self._row(conversation)
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """All conversations, a row each, in the order in which they ended: the last one has the sample's score.
+        """Return all conversations, one row each, in the order in which they ended; the last row has the sample's
+        score.
 
-        Of answers to the same messages the last one counts, or the one from which the client went on. The front that two
-        conversations share is trained in the first of them.
+        If the client sent the same request several times, only one answer is kept: the one that it continued, else the
+        last. If two conversations begin with the same tokens, these are trained in the first row and masked in the
+        other.
         """
         gone_on = {each.before for each in self._conversations.values()}
         known = {self._conversations[name].question for name in gone_on if name}
@@ -247,7 +255,7 @@ class ChatEndpoint:
 
 
 def _plain(messages: Any) -> Messages:
-    """``messages`` as chat templates read them, the same however a client writes them."""
+    """Return ``messages`` in the form that chat templates read, equal for all ways in which clients write a message."""
     try:
         return [_plain_message(message) for message in messages]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -257,7 +265,7 @@ def _plain(messages: Any) -> Messages:
 
 
 def _arguments(text: str) -> Any:
-    """Arguments of a tool call as chat templates read them; the model's own text where it is no JSON object, as in verl."""
+    """Return the arguments of a tool call as a dict; the unchanged text if it is no JSON object, as verl does."""
     try:
         arguments = json.loads(text)
     except ValueError:

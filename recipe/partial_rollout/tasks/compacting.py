@@ -1,7 +1,7 @@
-"""An agent loop that compacts its context: the calculator task with less room than its conversations take.
+"""An agent loop that compacts its context: the calculator task with less room than its conversations need.
 
-Where a row is full, the next one begins with the problem and the last try alone: the summary of this task. Each row is
-trained under the context that the model read; the last one has the answer, and so the reward::
+When a row is full, the next row begins with a summary: here the problem, the last call and its value. Each row is
+trained with the context that the model read. The last row has the answer, and so the reward::
 
     row 1    [problem]                     call, value, call, value, call
     row 2    [problem, call, value]        call, value, call, value, call
@@ -31,7 +31,8 @@ class _Row:
     turns: int = 1
 
     def add(self, tokens: list[int], log_probs: list[float] | None) -> None:
-        """Add a message; without ``log_probs`` it is not the model's."""
+        """Append a message. ``log_probs`` None: the model did not write it, and its tokens are masked out of the
+        loss."""
         self.response_ids += tokens
         self.mask += [int(log_probs is not None)] * len(tokens)
         self.log_probs += log_probs or [0.0] * len(tokens)
@@ -49,11 +50,11 @@ class _Row:
 
 
 class CompactingLoop(AgentLoopBase):
-    """Guesses operators and asks for the value, as verl's tool loop does on this task.
+    """Lets the model guess operators and answers its calls with their values, as verl's tool loop does on this task.
 
     Args:
-        budget: response tokens after which a row is full.
-        args, more: verl's.
+        budget: number of response tokens at which a row is full.
+        args, more: arguments of verl's ``AgentLoopBase``.
     """
 
     def __init__(self, *args: Any, budget: int = 80, **more: Any) -> None:
@@ -61,7 +62,7 @@ class CompactingLoop(AgentLoopBase):
         self._budget = budget
 
     async def run(self, sampling_params: dict[str, Any], **columns: Any) -> list[AgentLoopOutput]:  # type: ignore[override]
-        """Return a row for each context."""
+        """Return one output for each context, which becomes a row of the batch."""
         problem, name = await self.ct_build_initial_tokens(list(columns["raw_prompt"])), uuid4().hex
         tokenizer: Any = self.tokenizer
         rows = [_Row(problem)]
@@ -83,5 +84,5 @@ class CompactingLoop(AgentLoopBase):
                 row.add(value, None)
             else:
                 rows.append(_Row(problem + turn.token_ids + value))
-        # A row that was begun for a turn too many has no token.
+        # The loop may end right after it began a row, which then has no token.
         return [row.output() for row in rows if row.response_ids]

@@ -1,19 +1,18 @@
-"""An embedded task: `model/`, `data/train.parquet`, `data/val.parquet` and `manifest.json`, without a download.
+"""Write an embedded task without a download: `model/`, `data/train.parquet`, `data/val.parquet` and `manifest.json`.
 
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack the warm start
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew, 4 minutes
 
 The task is `clock10`; `--task calculator` and `--task pictures` are the others. The folder is complete or absent:
-everything is written beside it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's
-sources; a call that would write the same manifest does nothing. Weights are unpacked only if they were packed with that
-manifest; after a change of the task's sources, or with another parameter, the command trains. `ready_start.json` in the
-folder says that its weights were unpacked.
+everything is written to another folder beside it, which is renamed at the end. Its manifest has the parameters and a
+fingerprint of the task's sources; a call that would write the same manifest does nothing. The weights that ship are
+unpacked only if they were packed with the same manifest. After a change of the task's sources, or with another
+parameter, the command trains. A folder with unpacked weights has a file `ready_start.json`.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: for `clock10` 0.59 MB instead of 2.40 MB (`tests/generated.py` packs them). So the
-unpacked weights are not the trained ones. No weight is off by more than 1/254 of the largest in its row; in the tasks of
-text that is 0.0042 at most.
-`tests/studies/results/log.md` says what that does to the policy.
+unpacked weights differ a little from the trained ones: by at most 1/254 of the largest weight in the row, which is
+0.0042 or less in the text tasks. `tests/studies/results/log.md` says how that changes the policy.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ from typing import Any
 import numpy as np
 
 TASKS = ("clock10", "calculator", "pictures")
-"""Packages; a module that one of them lacks is the first's."""
+"""packages of the tasks; a task uses the first one's module if its own package lacks it"""
 _NOT_FROZEN = "tool.py"
-"""the one module of a package that its weights do not depend on"""
+"""the only module of a task's package on which the weights do not depend; the fingerprint leaves it out"""
 MANIFEST = "manifest.json"
 ORIGIN = "ready_start.json"
-"""in the folder: which package file its weights are from, and the largest error of a weight"""
+"""file in the folder that names the packed file of its weights, and the largest error of a weight"""
 SCALE = ":scale"
-"""ends the name of a matrix's scales: float32 `[rows, 1]`, for its int8 levels `[rows, columns]`"""
+"""suffix of the name of a matrix's scales, float32 `[rows, 1]`; the matrix itself is stored as int8 `[rows,
+columns]`"""
 
 Weights = dict[str, np.ndarray]
 """float32 tensors by their name in the model"""
@@ -68,9 +68,9 @@ TINY = Parameters(steps=60, train_rows=32, val_rows=8)
 
 
 def source_fingerprint(task: str) -> str:
-    """A SHA-256 over the names and the code of the modules that the task's folder depends on.
+    """Return a SHA-256 over the names and the code of the modules that the task's folder depends on.
 
-    Docstrings, lines of comment and blank lines are left out, so that better words do not make the weights outdated.
+    Docstrings, comment lines and blank lines are left out: a change of them does not make the packed weights outdated.
     """
     digest = hashlib.sha256()
     for package in dict.fromkeys((TASKS[0], task)):
@@ -81,7 +81,8 @@ def source_fingerprint(task: str) -> str:
 
 
 def _code_lines(source: str) -> str:
-    """The lines of a module that are code: no syntax tree, which differs between Python's releases."""
+    """Return the lines of a module that are code. They are text, because syntax trees differ between Python's
+    releases."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -91,12 +92,12 @@ def _code_lines(source: str) -> str:
 
 
 def packed_file(task: str) -> Path:
-    """The warm start that ships for `task`."""
+    """Return the path of the packed warm start that ships for `task`."""
     return Path(__file__).parent / "ready" / f"{task}_seed0.npz"
 
 
 def restore(stored: dict[str, Any]) -> Weights:
-    """The weights of a package file."""
+    """Return float32 weights from the arrays of a packed file."""
     return {
         name: part * stored[name + SCALE] if name + SCALE in stored else part
         for name, part in stored.items()
@@ -105,7 +106,7 @@ def restore(stored: dict[str, Any]) -> Weights:
 
 
 def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
-    """Weights, the manifest that they were packed with, and their largest error."""
+    """Return the weights, the manifest with which they were packed, and the largest error of a weight."""
     with np.load(file, allow_pickle=False) as archive:
         stored = dict(archive)
     manifest, error = json.loads(str(stored.pop("manifest"))), float(stored.pop("largest_error"))
@@ -120,13 +121,17 @@ def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
 def make_task(
     out: Path, parameters: Parameters, *, task: str = "clock10", file: Path | None = None, train: bool = False
 ) -> str:
-    """Bring `out` up to date, from `file` where that fits and `train` does not forbid it; return what was done, in words.
+    """Bring the folder `out` up to date; return as text what was done.
+
+    Args:
+        file: packed weights; None: those that ship. They are used if their manifest is the one to write.
+        train: train in any case, and use no packed weights.
 
     Raises:
         ValueError: `out` exists and is not a folder of an embedded task.
     """
     manifest = manifest_of(task, parameters)
-    # The manifest of an unpacked folder is that of a trained one.
+    # A folder of unpacked weights has the same manifest as a trained one: `ORIGIN` tells them apart.
     if _is_current(out, manifest) and not (train and (out / ORIGIN).exists()):
         return "up to date"
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
@@ -137,7 +142,8 @@ def make_task(
         weights, packed, error = read_packed(file)
         if packed != manifest:
             print(
-                "ready warm start not used: it was packed of other sources or parameters; training one", file=sys.stderr
+                "packed warm start not used: it was made from other sources or parameters; training one",
+                file=sys.stderr,
             )
             weights = None
         else:
@@ -164,14 +170,14 @@ def _is_current(out: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | None) -> None:
-    """Data and model; a training in place of ``weights`` if these are None."""
+    """Write data and model into `folder`; train the model if `weights` is None."""
     # Imported late: these load torch and transformers, which takes longer than finding that nothing is to be done.
     import torch
     from transformers.utils import logging
 
     from recipe.partial_rollout.tasks.clock10.dataset import draw_training, draw_validation
 
-    # A bar of one shard.
+    # transformers would show a progress bar for a single shard.
     logging.disable_progress_bar()
     (folder / "data").mkdir()
     validation = draw_validation(parameters.val_rows, parameters.seed)
@@ -185,7 +191,7 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
         warm_start(model, tokenizer, demonstrated, steps=parameters.steps, seed=parameters.seed)
     else:
         tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
-        # The head is the embedding, and the file has it once.
+        # The output head shares the embedding's weights, which the file has only once.
         (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
         model.load_state_dict({**tensors, "lm_head.weight": embedding})
     model.save_pretrained(folder / "model")
@@ -195,19 +201,23 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
 
 
 def _module(task: str, name: str) -> Any:
-    """The module `name` of `task`."""
+    """Import the module `name` of `task`; that of clock10 if the task has none of its own."""
     own = f"{__package__}.{task}.{name}"
     return import_module(own if find_spec(own) else f"{__package__}.{TASKS[0]}.{name}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 0, or 2 after one line on stderr that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="ready_start", description="An embedded task with the warm start that ships.")
+    parser = argparse.ArgumentParser(
+        prog="ready_start", description="Write an embedded task: data, and a model with the warm start that ships."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to build")
     parser.add_argument("--task", choices=TASKS, default="clock10")
-    parser.add_argument("--train", action="store_true", help="train the warm start, and use nothing packed")
+    parser.add_argument("--train", action="store_true", help="train the warm start, do not unpack the one that ships")
     parser.add_argument("--tiny", action="store_true", help="a model that merely loads, trained in seconds, for tests")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, demonstrations and data; others than 0 train")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, demonstrations and data; any but 0 trains"
+    )
     options, started = parser.parse_args(arguments), time.monotonic()
     try:
         parameters = replace(TINY if options.tiny else Parameters(), seed=options.seed)

@@ -1,8 +1,9 @@
 """The tasks of the package ``reasoning-gym`` (extra ``tasks``): problems made from a seed, scored by the library itself.
 
 ``tools data reasoning_gym --task chain_sum --out DIR`` writes them, ``conf/task/reasoning_gym.yaml`` trains on them. A
-row's ground truth is a literal of (task, its options, the library's entry): some tasks score by their options, some make
-other entries in another process, and JSON would not keep tuples.
+row's ground truth is the ``repr`` of (task, options of the task, the library's entry). It has all three because some
+tasks need their options to score, and some would make another entry in another process. It is not JSON, which would
+turn tuples into lists.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 
 
 def problems(task: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Question and ground truth of one problem after another, without end.
+    """Yield question and ground truth of one problem after another, without end.
 
     Raises:
-        ValueError: package or task are missing, the options do not hold, or an entry cannot be written; in one line.
+        ValueError: package or task are missing, the options are wrong, or an entry cannot be written; the message is
+            one line.
     """
     data = _data(task, json.dumps(options))
     for index in itertools.count():
@@ -45,13 +47,15 @@ def compute_score(
     untagged: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """verl's ``custom_reward_function``: ``score_answer`` of the text in the last ``<answer>``, with its partial credit.
+    """Score a response by the library's ``score_answer`` of the text in its last ``<answer>``; may give partial credit.
+
+    The signature is that of verl's ``custom_reward_function``.
 
     Args:
-        untagged: a response without the tag is an answer as it stands; for models that do not learn to write it.
+        untagged: take a whole response without the tag as the answer, for models that do not learn to write the tag.
 
     Returns:
-        ``score``, 0 to 1, and ``acc``, 1 for a whole answer. An answer that the library fails on scores 0.
+        ``score``, 0 to 1, and ``acc``, 1 if the score is 1, else 0. An answer on which the library raises scores 0.
     """
     task, options, entry = ast.literal_eval(ground_truth)
     data = _data(task, json.dumps(options))
@@ -73,15 +77,15 @@ def _data(task: str, options: str) -> Any:
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: `{INSTALL_REASONING_GYM}` brings it") from error
     if task not in factory.DATASETS:
-        raise ValueError(f"--task={task}: one of {', '.join(sorted(factory.DATASETS))}")
+        raise ValueError(f"--task={task}: must be one of {', '.join(sorted(factory.DATASETS))}")
     try:
         return library.create_dataset(task, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"--config={options}: options that {task} takes ({error})") from error
+        raise ValueError(f"--config={options}: must be options that {task} takes ({error})") from error
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with Python's own numbers and strings in place of numpy's."""
+    """Return ``value`` with numpy's numbers and strings replaced by Python's."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):

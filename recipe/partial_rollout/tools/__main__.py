@@ -23,7 +23,9 @@ TOOLS = {
     "report": Tool(
         "report.command", "compare runs, also while they go on: interactive timeline, tables, training curves"
     ),
-    "audit": Tool("audit", "check that a run trained every prompt exactly once, in time and whole"),
+    "audit": Tool(
+        "audit", "check that a run trained every prompt exactly once, within the staleness bound, with all its samples"
+    ),
     "plan": Tool("plan", "forecast whether partial rollout is worth it for a job, and at which overlap"),
     "data": Tool("data.command", "write GSM8K, DAPO-Math-17k, AIME 2024 and tasks of reasoning-gym in verl's schema"),
     "model": Tool("model", "write a real language model for verl, from a package instead of a hub"),
@@ -33,7 +35,7 @@ TOOLS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one tool; its exit code."""
+    """Run one tool; return its exit code."""
     parser = argparse.ArgumentParser(
         prog=typed(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of that tool")
     chosen = parser.parse_args(arguments)
-    # The check imports verl, and looks at what is patched.
+    # Before any tool is imported: the tool `check` imports verl and inspects its patches.
     enter_recipe()
     # One tool is imported, not all: a report needs neither torch nor Ray.
     return importlib.import_module(f"{HERE}.{TOOLS[chosen.tool].module}").main(chosen.rest)

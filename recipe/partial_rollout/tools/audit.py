@@ -1,4 +1,6 @@
-"""``python -m recipe.partial_rollout.tools audit RUN_DIR``: was every prompt trained, or filtered, once, in time and whole?
+"""Audit a run: ``python -m recipe.partial_rollout.tools audit RUN_DIR``.
+
+Each prompt must be trained or filtered exactly once, within ``max_staleness``, and with all its samples.
 
 Reads ``run.jsonl`` of a run of PR. Exit code 0: no violation; 1: violations, one line each; 2: unreadable.
 """
@@ -21,35 +23,36 @@ from recipe.partial_rollout.tools.reading.lineage import Lineage
 from recipe.partial_rollout.tools.reading.run_log import RunRecordError, read_log
 
 _LASTING = ("arm", "samples_per_group", "batch_groups", "epoch_prompts")
-"""settings that no process of a run may change"""
+"""settings that must be the same in every process of a run"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A round as the audit keeps it; a prompt's uid is one object wherever it stands."""
+    """The part of a round that the audit keeps. Prompts are uids, such as ``"0/7"``, interned to save memory."""
 
     step: int
     admitted: list[str]
     trained: list[str]
     filtered: list[str]
     orders: list[int]
-    """[trained, then filtered group]: dispatch order"""
+    """dispatch order of each group: the trained ones, then the filtered ones"""
     samples: int
-    """trained"""
+    """number of trained samples"""
     rows: int
-    """trained, of these samples"""
+    """number of trained rows: one per sample, or one per output of its agent loop"""
     sources: list[int | None]
-    """[trained group]: hash of its epoch and row of the data; None if rows have no index, and two may be alike"""
+    """hash of epoch and dataset row of each trained group; None if the row has no index or index 0, because rows
+    without an index may have the same text"""
     masked: int
-    """samples"""
+    """number of masked samples"""
     staleness: int
-    """largest of a trained sample"""
+    """largest staleness of a trained sample"""
     faults: tuple[str, ...]
-    """violations that the round shows by itself"""
+    """violations that can be seen in this round alone, a line each"""
 
     @classmethod
     def of(cls, round_: Round, settings: RunSettings) -> Entry:
-        """A round, judged by the ``settings`` in force."""
+        """Make the entry of a round; ``settings`` are those of the process that ran it."""
         groups = round_.trained
         return cls(
             round_.step,
@@ -67,16 +70,16 @@ class Entry:
 
 
 def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
-    """Violations of a round and its groups under ``settings``, a line each."""
+    """Yield the violations of a round and its groups under ``settings``, a line each."""
     step, version = round_.step, round_.version
     if (latest := round_.phase.column("version").max(initial=-1)) > version:
         yield f"the round of step {step} under version {version} has engine calls of version {latest}"
     if round_.lost_samples:
         yield f"{round_.lost_samples} samples were unaccounted for after the round of step {step}"
     if len(round_.trained) != settings.batch_groups:
-        yield f"step {step} trained {len(round_.trained)} groups of {settings.batch_groups}"
+        yield f"step {step} trained {len(round_.trained)} groups instead of {settings.batch_groups}"
     own = sum(group.tokens - group.off_policy_tokens for group in round_.trained)
-    # A worker that dies after its samples are whole takes all its calls along.
+    # A round without calls is no violation: a worker that dies after its samples finished loses its record of calls.
     if own and len(round_.phase.calls) and not round_.phase.decoded_tokens:
         yield f"step {step} trained {own} tokens of version {version}; no engine call of its round decoded any"
     for group in round_.trained:
@@ -86,7 +89,7 @@ def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
         if group.birth is not None and not since <= group.birth <= version:
             yield (
                 f"prompt {group.uid} was filtered in step {step} with birth {group.birth}: "
-                f"a birth of {max(0, since)} to {version}"
+                f"its birth must be from {max(0, since)} to {version}"
             )
 
 
@@ -95,18 +98,18 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
         if staleness > settings.max_staleness:
             yield (
                 f"sample {group.uid}#{index} was trained in step {step} with staleness {staleness}: "
-                f"at most {settings.max_staleness}"
+                f"max_staleness is {settings.max_staleness}"
             )
     # The first sample starts no later than any sample's first token.
     since, until = step - 1 - settings.max_staleness, step - 1 - max(group.staleness, default=0)
     if group.birth is not None and not since <= group.birth <= until:
         yield (
             f"prompt {group.uid} was trained in step {step} with birth {group.birth} and staleness {group.staleness}: "
-            f"a birth of {max(0, since)} to {until}"
+            f"its birth must be from {max(0, since)} to {until}"
         )
     samples, tokens, off_policy = len(group.lengths), group.tokens, group.off_policy_tokens
     if samples != settings.samples_per_group:
-        yield f"prompt {group.uid} was trained in step {step} with {samples} samples of {settings.samples_per_group}"
+        yield f"prompt {group.uid} was trained in step {step} with {samples} of {settings.samples_per_group} samples"
     if not off_policy <= tokens <= sum(group.lengths):
         yield (
             f"prompt {group.uid} in step {step}: {off_policy} off-policy tokens of {tokens} generated ones in "
@@ -120,12 +123,12 @@ def _faults_of_group(group: TrainedGroup, step: int, settings: RunSettings) -> I
 
 
 class Audit:
-    """The account of a training, from the events of its log, without what resumes have undone."""
+    """Counts and violations of a training, from the events of its log. Rounds that a resume has undone do not count."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         processes, worked, self.kills = list[RunSettings](), False, 0
         self.unlogged = set[int]()
-        """steps that a process resumed beyond and whose lines are lost: the machine failed before they were on disk"""
+        """steps up to a resumed checkpoint that the log lacks: the machine failed before their lines were on disk"""
         lineage = Lineage(lambda round_: Entry.of(round_, lineage.settings))
         for event in events:
             lineage.take(event)
@@ -143,27 +146,27 @@ class Audit:
         sizes, ended = lineage.settings, lineage.ended
         # ``trainer.total_training_steps`` may be more than the data suffices for.
         self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
-        """of the process that began last"""
+        """settings of the process that began last; ``total`` is limited to the prompts that the data has"""
         self.offered = max(each.offered for each in processes)
         """most prompts that any process of the training may admit"""
         self.drains = all(each.drains for each in processes)
         self.resumes = len(processes) - 1
         self.complete = ended is not None and ended.complete
         self.exhausted = ended is not None and ended.exhausted
-        """whether it is over because the data could not fill another batch"""
+        """whether the training is over because the data could not fill another batch"""
         self.entries = lineage.standing()
-        """of the rounds that count"""
+        """entries of the rounds that count, in order"""
         self.unlogged -= {entry.step for entry in self.entries}
         self.admitted = {prompt for entry in self.entries for prompt in entry.admitted}
         self.trained = {prompt for entry in self.entries for prompt in entry.trained}
         self.filtered = {prompt for entry in self.entries for prompt in entry.filtered}
         self.undone = sum(len(entry.trained) for entry in lineage.undone)
-        """trained groups that resumes have undone"""
+        """number of trained groups that resumes have undone"""
         self._consumed = self.trained | self.filtered
         self._unseen = len(self.unlogged) * (self.offered if sizes.filters else sizes.batch_groups)
-        """prompts that unlogged steps may have consumed"""
+        """number of prompts that the unlogged steps may have consumed, at most"""
         self.max_staleness = max((entry.staleness for entry in self.entries), default=0)
-        """the largest of a trained sample, in versions"""
+        """largest staleness of a trained sample, in versions"""
         self.lost = self.repeated = 0
         self.violations = [
             f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
@@ -191,10 +194,10 @@ class Audit:
         self._judge_holes()
         self._judge_lost()
         trained, total = len(self.trained), self.sizes.total
-        # A training that drains has each lost prompt named above.
+        # ``_judge_lost`` has named each lost prompt of a training that drains: do not report the loss twice.
         by_prompt = self.drained and not self.sizes.filters
         if self.complete and not self.exhausted and not by_prompt and trained + self._unseen < total:
-            self.violations.append(f"the training is complete with {trained} prompts trained of {total}")
+            self.violations.append(f"the training is complete, but trained {trained} of {total} prompts")
         self.violations += [fault for entry in self.entries for fault in entry.faults]
 
     def _judge_prompts(self) -> None:
@@ -219,31 +222,36 @@ class Audit:
                         self.violations.append(f"{line} and not admitted before")
 
     def _judge_shared(self, what: str, marks: Callable[[Entry], Iterable[tuple[int | None, str]]]) -> None:
-        """Check that no two prompts have the same mark; ``marks`` of an entry are mark and prompt."""
+        """Check that no two prompts have the same dispatch order, or the same row of the data.
+
+        Args:
+            what: name of the checked property, for the message.
+            marks: returns the pairs (value, prompt) of an entry; a value of None is not checked.
+        """
         owners: dict[int | None, str] = {}
         for mark, prompt in chain.from_iterable(map(marks, self.entries)):
             if mark is not None and owners.setdefault(mark, prompt) != prompt:
-                self.violations.append(f"prompts {owners[mark]} and {prompt} have one {what}")
+                self.violations.append(f"prompts {owners[mark]} and {prompt} have the same {what}")
 
     def _judge_holes(self) -> None:
-        """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
+        """Check for skipped prompts: prompts are admitted in order, so a skipped one will never be admitted."""
         if self.unlogged or (self.drained and not self.sizes.filters):
             return
         indices = set(map(self._index, filter(self._knows, self.admitted | self._consumed)))
         skipped = sorted(set(range(max(indices, default=0))) - indices)
         self.violations += [
-            f"prompt {self._prompt(index)} was lost: later ones were admitted, it was not" for index in skipped
+            f"prompt {self._prompt(index)} was lost: later prompts were admitted, this one was not" for index in skipped
         ]
         self.lost += len(skipped)
 
     def _judge_lost(self) -> None:
-        """Check for prompts that should have been consumed by now."""
+        """Check that no more prompts are unconsumed than can be in flight: none in a training that has drained."""
         sizes, due = self.sizes, self.admitted
         in_flight = (1 + sizes.max_staleness) * sizes.batch_groups
         if self.drained:
             due, in_flight = due if sizes.filters else map(self._prompt, range(sizes.total)), 0
         elif self.complete and self.exhausted:
-            # The prompts left at the end of the data do not fill a batch.
+            # The prompts left at the end of the data are fewer than a batch.
             due, in_flight = map(self._prompt, range(self.offered)), sizes.batch_groups - 1
         untrained = sorted(set(due) - self._consumed, key=position_of)
         lost = max(0, len(untrained) - in_flight - self._unseen)
@@ -252,35 +260,35 @@ class Audit:
             self.violations += [f"prompt {prompt} was lost: never trained" for prompt in untrained]
         elif lost:
             self.violations.append(
-                f"{len(untrained)} prompts are admitted and not trained, admission allows {in_flight}: "
-                f"{lost} were lost, the first maybe {untrained[0]}"
+                f"{len(untrained)} prompts are admitted and not trained, but at most {in_flight} can be in flight: "
+                f"{lost} were lost, the first is perhaps {untrained[0]}"
             )
 
     @property
     def drained(self) -> bool:
-        """Whether nothing may be in flight: the training is complete and drains."""
+        """Whether the training is complete and no prompt may be left in flight."""
         kept = len(self.admitted - self.filtered)
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
 
     def _prompt(self, index: int) -> str:
-        """The prompt at ``index`` of the whole training."""
+        """Return the uid (``epoch/position``) of the prompt at ``index``, counted from 0 over all epochs."""
         epoch, position = divmod(index, self.sizes.epoch_prompts)
         return f"{epoch}/{position}"
 
     def _index(self, prompt: str) -> int:
-        """The inverse of ``_prompt``."""
+        """Return the index of a uid, counted over all epochs: the inverse of ``_prompt``."""
         epoch, position = position_of(prompt)
         return epoch * self.sizes.epoch_prompts + position
 
     def _knows(self, prompt: str) -> bool:
-        """Whether the training has it."""
+        """Whether the training's data has a prompt of this uid."""
         return position_of(prompt)[1] < self.sizes.epoch_prompts and self._index(prompt) < self.offered
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """The figures, one a line."""
+        """Return the counts as text, one a line."""
         sizes, ended = self.sizes, ": the data could not fill another batch" if self.exhausted else ""
         rows = {
             "arm": sizes.arm,
@@ -305,26 +313,26 @@ class Audit:
 
 
 def audit(run_dir: Path) -> tuple[Audit, int]:
-    """The judged account of the run in ``run_dir``, and how many lines of it were cut off by a dying process.
+    """Audit the run in ``run_dir``. Return the audit, and the number of log lines that a dying process cut off.
 
     Raises:
-        RunRecordError: it cannot be read, or is of noPR; names the file and line.
+        RunRecordError: the log cannot be read, or is of a noPR run; the message names the file and line.
     """
     cut_off: list[str] = []
     events = read_log(run_dir, cut_off)
     first = next(events)
     assert isinstance(first, RunSettings), "read_log has looked"
     if first.arm is Arm.NOPR:
-        raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: no prompt outlives a step")
+        raise RunRecordError(f"{run_dir}: a run of noPR has nothing to audit: it carries no prompt to the next step")
     audited = Audit(chain([first], events))
     return audited, len(cut_off)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table and the violations; the exit code of the module docstring."""
+    """Print the table and the violations; return the exit code that the module docstring lists."""
     parser = Parser(
         typed("audit"),
-        "Check that a run trained every prompt exactly once, in time and whole.",
+        "Check that a run trained every prompt exactly once, within the staleness bound, with all its samples.",
         ["outputs/quickstart/PR"],
         "Reads run.jsonl of a run of PR. A filtered prompt counts as trained. "
         "Exit code: 0 without violations, 1 with violations (one line each), 2 if the file cannot be read.",

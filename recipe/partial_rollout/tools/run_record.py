@@ -1,8 +1,7 @@
-"""One run, read back from its directory.
+"""Read one run back from its directory.
 
-A step counts if it has both its round (``run.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between the
-two has not trained that step. If a resumed run repeats steps, the last attempt counts. A warning names everything that is
-left out.
+A step counts if it has both a round in ``run.jsonl`` and timers in ``metrics.jsonl``; a crash can leave a step with one
+of them only. If a resumed run repeats steps, the last attempt counts. A warning names the steps that are left out.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class StepMetrics(Struct, frozen=True):
 
 
 def read_metrics(path: Path, warnings: list[str]) -> list[StepMetrics]:
-    """The lines in order.
+    """Return the lines of verl's file log, in order.
 
     Args:
-        warnings: gets a line if the last one is torn.
+        warnings: a line is appended to it if the file's last line is torn.
 
     Raises:
-        RunRecordError: the file cannot be read, or a line holds no metrics; names it.
+        RunRecordError: the file cannot be read, or a line holds no metrics; the message names it.
     """
     found = []
     for _, line in iter_lines(path, StepMetrics, warnings):
@@ -51,33 +50,33 @@ class Step:
     round: Round
     metrics: dict[str, float] = field(repr=False)
     decoding: RolloutPhase = field(repr=False)
-    """Work of the engines in the span of its round; under separate placement calls of other rounds too."""
+    """engine calls between start and end of its round; under separate placement also parts of other rounds' calls"""
 
     @property
     def number(self) -> int:
         return self.round.step
 
     def seconds(self, phase: str) -> float:
-        """verl's timer of that name; 0 if the step has no such phase."""
+        """Return verl's timer ``timing_s/{phase}`` in seconds; 0 if the step has no such phase."""
         return self.metrics.get(f"timing_s/{phase}", 0.0)
 
     @property
     def staleness(self) -> list[int]:
-        """[trained sample]"""
+        """staleness of each trained sample of the step, in versions"""
         return [age for group in self.round.trained for age in group.staleness]
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. ``steps`` are ascending, at least one, each number once."""
+    """One run. ``steps`` is not empty, and ascends by step number, each number once."""
 
     directory: str
     settings: RunSettings
-    """of the process that began last"""
+    """settings of the process that began last"""
     complete: bool
     """whether the training reached its end"""
     cold: set[int]
-    """the first step of each process"""
+    """numbers of the first step of each process, in which its engines compile"""
     steps: list[Step]
     phases: list[Phase]
     warnings: list[str]
@@ -88,7 +87,7 @@ class RunRecord:
 
     @property
     def start(self) -> float:
-        """Unix seconds, of the first round."""
+        """Start of the first round, in unix seconds."""
         return self.steps[0].round.phase.start
 
     @property
@@ -107,20 +106,20 @@ class RunRecord:
 
     @property
     def calls(self) -> CallColumns:
-        """Engine calls of all rounds; joined anew each time."""
+        """Engine calls of all rounds; each access joins them again."""
         return CallColumns.joined(round_.phase.calls for round_ in self.rounds)
 
     @property
     def trained_groups(self) -> list[TrainedGroup]:
-        """Groups in training order."""
+        """Trained groups of all steps, in the order in which they were trained."""
         return [group for step in self.steps for group in step.round.trained]
 
 
 def load_run(directory: Path) -> RunRecord:
-    """The run in ``directory``.
+    """Read the run in ``directory``.
 
     Raises:
-        RunRecordError: a file is missing or cannot be read, or no step is complete; names the file and line.
+        RunRecordError: a file is missing or cannot be read, or no step is complete; the message names file and line.
     """
     if not directory.is_dir():
         raise RunRecordError(
@@ -139,7 +138,7 @@ def load_run(directory: Path) -> RunRecord:
     settings, complete = rounds.settings, rounds.ended is not None and rounds.ended.complete
     if undone := {round_.step for round_ in rounds.undone}:
         warnings.append(f"{directory}: {_span(undone)} trained again after a resume; the last attempt counts")
-    # Later lines override earlier ones, as a step may be validated again by a resumed run.
+    # Later lines override earlier ones: a resumed run may validate a step again.
     metrics: dict[int, dict[str, float]] = {}
     for line in read_metrics(directory / METRICS, warnings):
         metrics.setdefault(line.step, {}).update(line.values)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 _UNLIMITED = 10_000
-"""characters of a line in a file or a pipe"""
+"""width in characters if the output is a file or a pipe: no line is broken"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,19 @@ class Table:
 
     @classmethod
     def of(cls, title: str, rows: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Self:
-        """A line for each of ``rows``; ``columns``: what each is called, and its cell of a row."""
+        """Make a table with a line for each of ``rows``; ``columns`` are pairs: name, function that returns a row's
+        cell."""
         return cls(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
     def markdown(self) -> str:
         return f"## {self.title}\n\n" + "\n".join(
-            # A name of the user's may have the sign that ends a cell.
+            # A name that the user chose may contain a vertical bar, which would end the cell.
             "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
             for cells in (self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows)
         )
 
     def console(self) -> str:
-        """Aligned columns; a terminal that is too narrow for the table has lines broken within cells."""
+        """Return aligned columns; in a terminal that is too narrow, text wraps within its cell."""
         console = Console(width=None if sys.stdout.isatty() else _UNLIMITED)
         with console.capture() as captured:
             console.print(self._shown())

@@ -1,4 +1,5 @@
-"""verl's own v1 trainer on the configs of this repository: the arms ``v1_*`` of a study, and ``arm=colocate_async``."""
+"""Run verl's own v1 trainer on this repository's configs, to compare with it: run types ``v1_*`` of the studies, and
+``arm=colocate_async``."""
 
 import hydra
 from omegaconf import DictConfig
@@ -10,21 +11,21 @@ from recipe.partial_rollout.main_ppo import end_in_one_line, in_one_line
 
 
 def run(config: DictConfig) -> None:
-    """verl's entry point, with the recipe's checks before.
+    """Make the recipe's checks, then call verl's entry point.
 
     Raises:
-        ConfigError: before Ray starts, in one line.
+        ConfigError: a check failed, before Ray starts; the message is one line.
     """
     # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
     config.partial_rollout.enable = False
     preflight.checked(config)
-    # verl's own decorator would compose its default config.
+    # ``__wrapped__``: verl's ``main`` is decorated by hydra, which would compose verl's default config.
     verls.main.__wrapped__(config)
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run, and end in one line on the terminal, as ``main_ppo`` does."""
+    """Run; an error ends the process with one line on the terminal, as in ``main_ppo``."""
     end_in_one_line(run, config)
 
 

@@ -46,7 +46,7 @@ def build_tokenizer(
 
     Args:
         vocabulary: token text by id; the special tokens first.
-        whole: what is one token each; every other character is its own.
+        whole: texts that are one token each; every other character is a token of its own.
     """
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     # Splitting by this pattern is the whole algorithm.

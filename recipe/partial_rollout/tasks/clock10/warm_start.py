@@ -28,7 +28,7 @@ from recipe.partial_rollout.tasks.clock10.tokenizer import PAD, TURN_END, VOCABU
 
 IGNORED = -100
 TOKENS_PER_STEP = 1024
-"""Padded; a single longer sequence still makes a batch."""
+"""Largest number of tokens in a batch, padding included; a longer sequence is a batch of its own."""
 POOL_SIZE = 512
 """Demonstrations drawn, sorted by length and cut into batches at a time."""
 MATRIX_LR = 0.02
@@ -69,7 +69,7 @@ def train(
     """Train `model` in place on demonstrations for `problems`.
 
     Args:
-        mixture: who demonstrates.
+        mixture: the demonstrators.
         steps: optimiser steps. The learning rates are at their peaks for half of them, then fall linearly towards 0.
         short_share: share of the steps, at the start, that leave longer demonstrations than `short_length` out.
         short_length: tokens, prompt included.
@@ -128,11 +128,14 @@ def _encode(tokenizer: PreTrainedTokenizerFast, problem: Problem, response: str)
 
 
 def cut_by_length(ascending: list[Item]) -> list[list[Item]]:
-    """Return the sequences, which are the first of each item, in groups that fit into `TOKENS_PER_STEP` once padded."""
+    """Cut items into groups whose sequences, padded to the longest, have at most `TOKENS_PER_STEP` tokens in total.
+
+    A longer sequence is a group of its own. The sequence of an item is its first tensor; items come in order of length.
+    """
     groups: list[list[Item]] = []
     group: list[Item] = []
     for item in ascending:
-        # Lengths ascend, so the newcomer is what the whole group pads to.
+        # Lengths ascend, so the whole group would be padded to the new item.
         if group and (len(group) + 1) * len(item[0]) > TOKENS_PER_STEP:
             groups.append(group)
             group = []
@@ -146,7 +149,10 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def updater(module: torch.nn.Module, steps: int) -> Callable[[torch.Tensor], None]:
-    """Return a function that updates `module` by a loss, for `steps` times: Muon inside the layers, AdamW for the rest."""
+    """Return a function that updates `module` by a loss, to be called `steps` times.
+
+    Muon updates the matrices inside the layers, AdamW all other weights.
+    """
     matrices = [weight for name, weight in module.named_parameters() if weight.ndim == 2 and "embed" not in name]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in module.parameters() if id(weight) not in inside]
@@ -170,9 +176,10 @@ def updater(module: torch.nn.Module, steps: int) -> Callable[[torch.Tensor], Non
 
 
 class _NoBfloat16(TorchFunctionMode):
-    """``Tensor.bfloat16()`` copies to float32 here: for Muon, which orthogonalises in bfloat16 and has no option.
+    """A mode in which ``Tensor.bfloat16()`` returns a float32 copy.
 
-    A CPU without bfloat16 instructions multiplies such matrices 40 times slower: the warm start took 17 minutes, and 3 so.
+    Muon orthogonalises in bfloat16, and has no option to change that. A CPU without bfloat16 instructions multiplies
+    such matrices 40 times slower: the warm start took 17 minutes, and takes 3 in this mode.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,13 +12,13 @@ from recipe.partial_rollout.tasks.pictures.picture import CELL
 from recipe.partial_rollout.tasks.pictures.tokenizer import IMAGE, VIDEO, VISION_END, VISION_START, VOCABULARY
 
 MERGE = 2
-"""patches that make one token, on each side"""
+"""A square of this many by this many patches makes one token."""
 _LIKE_CLOCK10 = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings rms_norm_eps bos_token_id eos_token_id pad_token_id"
 )
 PIXELS = {"shortest_edge": (CELL * MERGE) ** 2, "longest_edge": (8 * CELL * MERGE) ** 2}
-"""least and most pixels to which pictures are scaled"""
+"""smallest and largest number of pixels to which a picture is scaled, under the names that transformers uses"""
 
 
 def build_config() -> Qwen3VLConfig:
@@ -54,9 +54,9 @@ def build_model(seed: int) -> Qwen3VLForConditionalGeneration:
 
 
 def save_processor(folder: Path) -> None:
-    """Write the settings of what turns pictures into the model's input.
+    """Write the settings of the image and the video processor, which turn pictures into the model's input.
 
-    They are written as text: a processor for videos, which this kind of model has too, does not load without torchvision.
+    They are written as text, because transformers cannot load a video processor, and save it, without torchvision.
     """
     sizes = {"patch_size": CELL, "temporal_patch_size": 2, "merge_size": MERGE}
     scale = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

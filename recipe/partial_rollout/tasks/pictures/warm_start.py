@@ -1,6 +1,6 @@
-"""The supervised warm start, three minutes on a CPU: clock10's warm start is given eyes.
+"""The supervised warm start, three minutes on a CPU: it adds a vision tower to clock10's warm start.
 
-1. The language part is clock10's, as it ships.
+1. The language part begins with the weights of clock10's warm start that ships.
 2. The vision tower learns to turn a picture of a number into that digit's embedding, once for each of the picture's tokens.
 3. The language part learns from demonstrations with pictures. A picture takes six tokens where the text had one digit,
    so without this step the model copies the wrong operands.
@@ -36,13 +36,13 @@ from recipe.partial_rollout.tasks.pictures.picture import CELL, SIDE, draw
 from recipe.partial_rollout.tasks.pictures.tokenizer import IMAGE, VIDEO, VISION_END, VISION_START, VOCABULARY
 
 PICTURES = 64
-"""Of an optimiser step."""
+"""Pictures of one optimiser step of the vision tower."""
 TOWER_SHARE, LANGUAGE_SHARE = 1 / 3, 1 / 4
-"""Optimiser steps of the two trainings, as shares of a task's."""
+"""Optimiser steps of the vision tower and of the language part, as shares of `warm_start`'s `steps`."""
 TOKENS = (SIDE // CELL // MERGE) ** 2
-"""Tokens of a picture."""
+"""Tokens of a picture, without the two around it."""
 DEMONSTRATORS = Mixture(careful_share=0.2, false_accept=0.4)
-"""They are less careful than clock10's, so a reward that begins low can rise within a few steps."""
+"""The demonstrators are less careful than clock10's: the reward begins low, and can rise within a few steps."""
 PLACEHOLDERS = [VOCABULARY.index(token) for token in (IMAGE, VIDEO)]
 MARGIN = 25.0
 """Nats by which placeholders are kept below the likeliest token."""
@@ -59,7 +59,7 @@ def warm_start(
     steps: int,
     seed: int,
 ) -> None:
-    """Train `model` in place; `steps` are those of the text tasks."""
+    """Train `model` in place, with shares of `steps`, the number of optimiser steps that a text task takes."""
     take_language(model)
     _learn_to_see(model, round(steps * TOWER_SHARE), random.Random(f"pictures-{seed}"))
     batches = draw_batches(tokenizer, problems, seed)
@@ -76,13 +76,13 @@ def take_language(model: Qwen3VLForConditionalGeneration) -> None:
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """Return the model's, as `save_processor` has it."""
+    """Return the model's image processor, with the settings that `save_processor` writes."""
     settings: Any = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": PIXELS}
     return Qwen2VLImageProcessorPil(patch_size=CELL, temporal_patch_size=2, merge_size=MERGE, **settings)
 
 
 def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: random.Random) -> None:
-    """Train the vision tower: its tokens are the digit's embedding, and what it adds to deeper layers is nothing."""
+    """Train the vision tower to output the digit's embedding for each token, and to add 0 to deeper layers."""
     tower: Any = model.model.visual
     embedding: Any = model.get_input_embeddings().weight
     digits, processor = embedding.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]], image_processor()
@@ -99,7 +99,7 @@ def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: rando
 
 
 def _learn_to_copy(model: Qwen3VLForConditionalGeneration, steps: int, batches: Iterator[Batch]) -> None:
-    """Train the language part on demonstrations; the tower, which reads without a mistake by now, stays as it is."""
+    """Train the language part on demonstrations; the tower, which makes no mistakes by now, is frozen."""
     model.model.visual.requires_grad_(False)
     progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=sys.stderr)
     update = updater(model.model.language_model, steps)
@@ -111,9 +111,10 @@ def _learn_to_copy(model: Qwen3VLForConditionalGeneration, steps: int, batches: 
 
 
 def _press_placeholders(model: Qwen3VLForConditionalGeneration, batches: Iterator[Any], rounds: int = 300) -> None:
-    """Fit the placeholders' rows of the head so that no hidden state of `batches` comes within `MARGIN` of them."""
+    """Fit the head's rows of the placeholders: their logits stay `MARGIN` below the largest, in all states of
+    `batches`."""
     with torch.no_grad():
-        # A state says the next token.
+        # The state at a position predicts the next token.
         found = [(model.model(**inputs)[0][:, :-1], labels[:, 1:] != IGNORED) for inputs, labels in islice(batches, 4)]
         hidden = torch.cat([states[own] for states, own in found])
         bound = model.lm_head(hidden).amax(-1, keepdim=True) - MARGIN

@@ -1,5 +1,5 @@
-"""Real lengths without real weights: each prompt carries a response budget from a long-tailed trace.
+"""A task for rollout benchmarks with random weights: each prompt has a response budget from a long-tailed distribution.
 
-A random-weight model never ends a response meaningfully; with the end token ignored and the budget drawn from a trace, the
-engine decodes exactly the lengths that a trained model would, which is what a rollout benchmark needs.
+A model with random weights ends its responses at random. Here the engine ignores the end token and decodes exactly the
+prompt's budget, so lengths are distributed like those of a trained model.
 """

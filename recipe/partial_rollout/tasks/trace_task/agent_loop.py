@@ -1,4 +1,4 @@
-"""The agent loop of the task: responses as long as their prompts' rows say, and a score that means nothing."""
+"""The agent loop of the task, whose responses have the length in the prompt's row, and its reward, which is random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BudgetedAgentLoop(SingleTurnAgentLoop):
     """``SingleTurnAgentLoop`` that decodes exactly ``extra_info.response_budget`` tokens."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """See ``SingleTurnAgentLoop.run``; raises ``KeyError`` for a row without a budget."""
+        """Run ``SingleTurnAgentLoop.run`` with the row's budget; raise ``KeyError`` for a row without one."""
         budget = int(kwargs["extra_info"]["response_budget"])
         params = {**sampling_params, "max_tokens": budget, "ignore_eos": True}
         return await super().run(params, **kwargs)  # type: ignore[reportAbstractUsage]
@@ -22,6 +22,9 @@ class BudgetedAgentLoop(SingleTurnAgentLoop):
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
 ) -> float:
-    """In [0, 1], alike for alike texts and rarely for others: estimators that compare the two best responses of a group
-    would find ties only among 0 and 1 (verl's ``reward.custom_reward_function`` signature)."""
+    """Return a meaningless score in [0, 1]: the CRC of the first 256 characters. Equal texts have equal scores.
+
+    Scores of 0 and 1 only would be ties nearly always, for estimators that compare the two best responses of a group.
+    The signature is that of verl's ``reward.custom_reward_function``.
+    """
     return zlib.crc32(solution_str[:256].encode()) / 0xFFFFFFFF

@@ -1,7 +1,8 @@
 """``python -m recipe.partial_rollout.tasks.trace_task.prepare --out DIR --shape 0.6b``: random weights, budgeted prompts.
 
 Writes ``DIR/model`` (Qwen3 of the chosen shape, random weights, a synthetic tokenizer of exactly its vocabulary) and
-``DIR/data/{train,val}.parquet`` in verl's schema. Lengths are lognormal, correlated within a prompt by construction.
+``DIR/data/{train,val}.parquet`` in verl's schema. Budgets are lognormal. All samples
+of a prompt have its budget.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 
 VOCABULARY = 151_936
 SPECIAL = ("<pad>", "<|im_end|>", "<unk>", "\n")
-"""the first tokens: verl joins the turns of a Qwen3 model with its end of turn and one newline token"""
+"""the first tokens of the vocabulary; the newline is one, as verl joins the turns of a Qwen3 model with `<|im_end|>`
+and a newline token"""
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -24,13 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def response_budgets(rows: int, median: int, sigma: float, cap: int, seed: int) -> np.ndarray:
-    """int64 [rows]: lognormal lengths in tokens, cut at ``cap``; with a ``sigma`` of 0.6 p97 is three times ``median``."""
+    """Draw lognormal budgets in tokens, int64 [rows], cut off at ``cap``; with ``sigma=0.6`` the 97th percentile is
+    three times ``median``."""
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(lengths, 1, cap).astype(np.int64)
 
 
 def write_model(directory: Path, shape: str, vocabulary: int, seed: int) -> None:
-    """Random weights in bfloat16 and a tokenizer with ``vocabulary`` entries."""
+    """Write a model with random weights in bfloat16, and a tokenizer with ``vocabulary`` entries."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -61,7 +64,7 @@ def write_model(directory: Path, shape: str, vocabulary: int, seed: int) -> None
 
 
 def write_data(path: Path, budgets: np.ndarray, vocabulary: int, seed: int) -> None:
-    """One row a budget: 64 random words, and the budget in ``extra_info``."""
+    """Write one row for each budget: a prompt of 64 random words, and the budget in ``extra_info``."""
     import pandas as pd
 
     words = np.random.default_rng(seed).integers(len(SPECIAL), vocabulary, (len(budgets), 64))
@@ -79,19 +82,21 @@ def write_data(path: Path, budgets: np.ndarray, vocabulary: int, seed: int) -> N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; does nothing when the model is there already."""
+    """Write the data, and the model unless its folder has one already; return 0, or 2 after one line for a mistake."""
     parser = argparse.ArgumentParser(prog="python -m recipe.partial_rollout.tasks.trace_task.prepare")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--median", type=int, default=1500, help="response tokens")
-    parser.add_argument("--sigma", type=float, default=0.6, help="of the logarithm of response tokens")
-    parser.add_argument("--cap", type=int, default=8192, help="response tokens")
+    parser.add_argument("--median", type=int, default=1500, help="median response tokens")
+    parser.add_argument(
+        "--sigma", type=float, default=0.6, help="standard deviation of the logarithm of response tokens"
+    )
+    parser.add_argument("--cap", type=int, default=8192, help="most response tokens")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.median >= options.cap:
-        print(f"--median={options.median}: below --cap={options.cap}", file=sys.stderr)
+        print(f"--median={options.median}: must be below --cap={options.cap}", file=sys.stderr)
         return 2
     if not (options.out / "model" / "config.json").exists():
         write_model(options.out / "model", options.shape, options.vocabulary, options.seed)

@@ -1,1 +1,1 @@
-"""``check``: this machine, and what a run on it would be and lacks."""
+"""The tool ``check``, for this machine, and ``--check``, for a run: its plan, and what it lacks."""

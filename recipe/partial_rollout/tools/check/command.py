@@ -1,6 +1,10 @@
-"""Check whether a run can start: ``check`` this machine; a run's ``--check`` all that it checks before Ray starts.
+"""Check whether a run can start.
 
-Exit code: 0, 2 if a setting does not hold, 3 if only data, model, packages or the machine lack something.
+The tool ``check`` looks at this machine alone. ``--check``, given to a run's own command, makes all checks that the run
+makes before Ray starts, and prints the plan of the run.
+
+Exit code: 0 if it can start; 2 if a setting is refused; 3 if the settings are right, and data, model, packages or the
+machine lack something.
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, c
 from recipe.partial_rollout.tools.command_line import Parser, typed
 
 WRONG, MISSING = 2, 3
-"""exit codes of a check: a setting does not hold; all hold, and data, model, packages or the machine lack something"""
+"""exit codes of a check: a setting is refused; only data, model, packages or the machine lack something"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line a finding of this machine; the exit code of the module docstring."""
+    """Print the findings about this machine, one a line; return 0, or 3 if no run can start."""
     Parser(
         typed("check"),
         "Say what this machine lacks for a run.",
@@ -38,13 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         "It takes half a minute. Exit code: 0, or 3 if no run can start. For a run's settings and inputs, its plan, and "
         "memory of a device: its command with --check.",
     ).parse_args(arguments)
-    # vLLM reads it when it is imported; its log would stand between the lines.
+    # vLLM reads the variable at its import; its log lines would stand between those of the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return print_all(machine.findings())
 
 
 def print_all(findings: Iterable[Finding]) -> int:
-    """Print the findings; return the exit code."""
+    """Print the findings, one a line; return ``MISSING`` if one of them stops every run, else 0."""
     stopped = False
     for finding in findings:
         say(finding)
@@ -82,7 +86,7 @@ def check_run(config: DictConfig) -> int:
 def plan(
     config: DictConfig, checked: Checked, model: ModelSize | None, memory: DeviceMemory | None
 ) -> Iterator[Finding]:
-    """Describe the run that the config makes; what is not known is left out."""
+    """Yield lines that describe the run that the config makes; facts that are not known are left out."""
     trainer, data, settings = config.trainer, config.data, checked.settings
     yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
     size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
@@ -135,9 +139,9 @@ def _devices(config: DictConfig) -> str:
 
 
 def _prompts(config: DictConfig, checked: Checked) -> str:
-    """Describe the prompts of the training, and those that are too long."""
+    """Return the numbers of prompts and of steps in an epoch, and the number of prompts that are too long, as text."""
     most = config.data.max_prompt_length
-    # verl leaves out what the chat template does not take, too: that is in neither.
+    # Loaded with and without the limit: verl also drops rows that the chat template refuses, which are in neither.
     fit, of_any_length = (
         dataset_of(
             config, "train", checked.tokenizer, checked.processor, filter_overlong_prompts=True, max_prompt_length=limit
@@ -154,7 +158,7 @@ def _prompts(config: DictConfig, checked: Checked) -> str:
 
 
 def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
-    """The first prompt as the model reads it, and its length."""
+    """Return the first prompt as the model reads it, shortened in the middle, and its number of tokens."""
     ids = _ids(config, checked, dataset, 0) if len(dataset) else []
     text = checked.tokenizer.decode(ids)
     parts = [text] if len(text) <= 600 else [text[:200], text[-400:]]
@@ -162,7 +166,7 @@ def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
 
 
 def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[int]:
-    """Tokens of the prompt of ``row``, with those that stand for its images."""
+    """Return the token ids of the prompt of ``row``, with the placeholder tokens of its images."""
     content = dataset[row]
     if has_images(content.get(MESSAGES)):
         return processed(config, dataset, content, checked.processor)["input_ids"][0].tolist()
@@ -171,7 +175,7 @@ def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[i
 
 
 def _steps(checkpoints: Any, last: int) -> str:
-    """Say from where the training goes on, and how far."""
+    """Return as text how many steps are left, and the checkpoint from which the training resumes."""
     step, chosen = checkpoints.resumed_step, checkpoints.chosen
     if chosen and step >= last:
         return f"nothing to do: {chosen} is the checkpoint of the last step"

@@ -1,4 +1,4 @@
-"""Describe this machine, in the order in which faults are mended, and find what it lacks for a run."""
+"""Findings about this machine, and what it lacks for a run. A fault comes before the faults that it causes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Finding(NamedTuple):
     name: str
     text: str
     remedy: str = ""
-    """what to do about it; empty where all is well"""
+    """what the user should do; empty if all is well"""
     stops: bool = False
-    """whether no run can start before that is done"""
+    """whether no run can start until the user has done so"""
 
     def __str__(self) -> str:
         sign = "FAIL" if self.stops else "note" if self.remedy else "ok"
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> Iterator[Finding]:
-    """All of this machine."""
+    """Yield the findings about this machine: releases, imports, GPUs and compiler, attention."""
     yield versions()
     yield stack()
     if wants_gpu():
@@ -69,7 +69,7 @@ def wants_gpu() -> bool:
 
 
 def versions() -> Finding:
-    """The releases in place: some stop every run, and of a vLLM that is not tested a note says what a run does without."""
+    """Name the installed releases. Unsupported ones stop every run; a note lists what an untested vLLM turns off."""
     text = f"verl {installed('verl')}, vLLM {releases.vllm()}, torch {installed('torch')}"
     text += f", transformers {installed('transformers')}, Ray {installed('ray')}, Python {sys.version.split()[0]}"
     problem = releases.refusal()
@@ -77,7 +77,8 @@ def versions() -> Finding:
 
 
 def stack() -> Finding:
-    """Whether all of it is of this distribution, imports, and has what the recipe takes from vLLM."""
+    """Check three things: Python and Ray's workers would import this installation of the recipe; verl, vLLM and the
+    other libraries import; vLLM has every name that the recipe uses."""
     problem = command.foreign_recipe() or _import_failure()
     if problem is not None:
         return Finding("stack", problem, INSTALL_GPU if wants_gpu() else "bash run_scripts/setup.sh", stops=True)
@@ -91,13 +92,13 @@ def _import_failure() -> str | None:
         for name in _MODULES:
             importlib.import_module(name)
     except Exception as error:
-        # A library that is built for another one raises what its loader raises.
+        # Any error: a library built for another torch fails with the error of its loader.
         return one_line(error)
     return next(vllm_contract.lacks(vllm_contract.entries(vllm_contract.NEEDED)), None)
 
 
 def device() -> Finding:
-    """The GPUs that torch sees; if none, in torch's words."""
+    """Name the GPUs that torch sees; if it sees none, give torch's own error."""
     import torch
 
     try:
@@ -109,7 +110,7 @@ def device() -> Finding:
 
 
 def compiler() -> Finding:
-    """Whether Triton can build the launchers of its kernels, which it does at run time."""
+    """Check for a C compiler and Python's headers: Triton compiles the launchers of its kernels at run time."""
     names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
     found = next(filter(None, map(shutil.which, names)), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -122,7 +123,7 @@ def compiler() -> Finding:
 
 
 def flash_attention() -> Finding:
-    """Name the attention of the trainer's models that name none."""
+    """Name the attention that the trainer uses for models whose config chooses none; flash-attn if it is installed."""
     problem = packed_attention.flash_attn_problem()
     if problem is None:
         return Finding("attention", packed_attention.FLASH)
@@ -134,21 +135,25 @@ def flash_attention() -> Finding:
 
 
 def checkpoints_at_once(config: DictConfig) -> int:
-    """Checkpoints on disk at the worst moment: those that are kept, and one that is being written."""
+    """Return the largest number of checkpoints on disk at once: those that are kept, and one that is being written.
+
+    Without ``trainer.max_actor_ckpt_to_keep`` it counts one as kept.
+    """
     return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
 
 
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
-    """Yield what this machine lacks for a run, if it is the one that will train.
+    """Yield what this machine lacks for a run: devices, CPUs, disk.
 
-    It is not where a Ray cluster is joined, or where the devices are GPUs and it has none.
+    Yield nothing if the run joins a Ray cluster or has several nodes, because another machine then trains. If the run
+    needs GPUs and this machine has none, yield only a note.
     """
     address = os.environ.get("RAY_ADDRESS") or OmegaConf.select(config, "ray_kwargs.ray_init.address")
     trainer = config.trainer
     if address not in (None, "", "local") or trainer.nnodes > 1:
         return
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
-        yield Finding("device", "this machine has no GPU to compare with", "check again where it will train")
+        yield Finding("device", "this machine has no GPU to compare with", "check again on the machine that will train")
         return
     if trainer.device == "cuda" and wants_gpu():
         yield from (found for found in (device(), compiler()) if found.stops)
@@ -167,6 +172,7 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
         yield Finding(
             "disk",
             f"{free:.0f} GiB free for trainer.default_local_dir={directory}",
-            f"{needed:.0f} GiB for {count} checkpoints of {needed / count:.1f} GiB (trainer.max_actor_ckpt_to_keep)",
+            f"{needed:.0f} GiB are needed for {count} checkpoints of {needed / count:.1f} GiB "
+            "(trainer.max_actor_ckpt_to_keep)",
             stops=True,
         )

@@ -1,4 +1,4 @@
-"""Writes a data set in verl's schema, each prompt once: ``DIR/NAME/train.parquet``, ``DIR/NAME/test.parquet``."""
+"""Write data sets in verl's schema, each prompt once: ``DIR/NAME/train.parquet``, ``DIR/NAME/test.parquet``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from recipe.partial_rollout.tools.table import Table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
+    """Write the data sets, print a line for each file, and return 0; return 2 after one line on stderr for a
+    mistake."""
     parser = Parser(
         typed("data"),
         "Write data sets in verl's schema, each prompt once, for the recipes in run_scripts.",
@@ -25,19 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "deepscaler aime24 aime25 amc23 math500 --out data",
             """reasoning_gym --task chain_sum --config '{"max_digits": 2}' --out data""",
         ],
-        "Raw files come from the hub, or from --from: parquet, JSON lines or a JSON list in the schema of "
+        "Raw files come from the hub, or from --from, as parquet, JSON lines or a JSON list in the schema of "
         f"{', '.join(each.repository for each in DATA_SETS.values())}, or HuggingFaceH4/aime_2024. Exit code: 2 if they "
         "cannot be read.",
     )
     names = [*DATA_SETS, MADE]
-    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"one or more of {', '.join(names)}")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="write DIR/NAME/SPLIT.parquet; DATA of run_scripts"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="write DIR/NAME/SPLIT.parquet; the scripts of run_scripts take DIR as DATA",
     )
     parser.add_argument(
         "--from", dest="place", type=Path, metavar="LOCAL", help="raw file, or folder of raw files; one NAME only"
     )
-    add_options(parser.add_argument_group(f"problems of {MADE}, made here"))
+    add_options(parser.add_argument_group(f"options of {MADE}, whose problems are generated here"))
     options = parser.parse_args(arguments)
     try:
         if options.place and (len(options.names) > 1 or MADE in options.names):
@@ -57,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(name: str, out: Path, place: Path | None = None) -> Iterator[list[str]]:
-    """Write each split of data set ``name``; what ``COLUMNS`` say of each file.
+    """Write each split of data set ``name``; yield a table row for each file, with the cells of ``COLUMNS``.
+
+    Args:
+        out: folder to write into.
+        place: file or folder with the raw files; None: the hub.
 
     Raises:
         DataError: the raw files cannot be found or read, or a row is not in the data set's schema.
@@ -65,7 +74,7 @@ def write(name: str, out: Path, place: Path | None = None) -> Iterator[list[str]
     data_set = DATA_SETS[name]
     source = place or download(data_set.repository, data_set.files)
     if place and place.is_file() and len(data_set.splits) > 1:
-        raise DataError(f"--from={place}: a folder with a file of each split ({', '.join(data_set.splits)})")
+        raise DataError(f"--from={place}: give a folder with a file for each split ({', '.join(data_set.splits)})")
     for split, raw_split in data_set.splits.items():
         files = files_of(source, raw_split, data_set.folder)
         problems = data_set.problems(rows_of(files))

@@ -1,7 +1,7 @@
-"""The data sets by name: where their raw files lie, and how a raw row becomes a problem in words.
+"""The data sets by name: where their raw files are, and how a raw row becomes a prompt with its answer.
 
-What verl reads of a row is the whole schema: ``data_source`` (chooses the reward function, ``verl.utils.reward_score``),
-``prompt`` (chat messages), ``ability``, ``reward_model.ground_truth`` and ``extra_info``.
+A written row has the fields that verl reads, and no others: ``data_source`` (chooses the reward function,
+``verl.utils.reward_score``), ``prompt`` (chat messages), ``ability``, ``reward_model.ground_truth`` and ``extra_info``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from tqdm import tqdm
 from recipe.partial_rollout.tools.data.raw_files import DataError, Row
 
 _GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
-"""the words of verl's own GSM8K example, so that rewards compare; its reward function looks for the ``####``"""
+"""the text of verl's own GSM8K example, so that rewards are comparable; its reward function looks for ``####``"""
 _ANSWER_LINE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem."
 )
 _REMINDER = 'Remember to put your answer on its own line after "Answer:".'
-"""around each problem of DAPO-Math-17k (arXiv:2503.14476); verl's ``math_dapo`` looks for ``Answer:``"""
+"""these two texts surround each problem in DAPO-Math-17k (arXiv:2503.14476); verl's ``math_dapo`` looks for
+``Answer:``"""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedProblem:
-    """A raw row in verl's terms."""
+    """A prompt with its answer, made from a raw row."""
 
     content: str
-    """of the user's message"""
+    """text of the user's message"""
     ground_truth: str
     shots: tuple[dict[str, str], ...] = ()
-    """messages before it: solved problems"""
+    """messages before the user's: solved problems as examples"""
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The chat."""
+        """The chat messages."""
         return [*self.shots, {"role": "user", "content": self.content}]
 
     def row(self, data_source: str, split: str, index: int) -> Row:
-        """The row that verl reads."""
+        """Return the row in verl's schema."""
         return {
             "data_source": data_source,
             "prompt": self.prompt,
@@ -57,17 +58,17 @@ COLUMNS = ["file", "prompts", "repeats left out"]
 def write_split(
     path: Path, problems: Iterable[tuple[str, NamedProblem]], seen: set[str], none: str, most: int | None = None
 ) -> list[str]:
-    """Write a parquet file, whole or not at all: a training must not find half of one; what ``COLUMNS`` say of it.
+    """Write a parquet file, complete or not at all; return its table row, with the cells of ``COLUMNS``.
 
     Args:
-        problems: data source and problem. Of one prompt the first is written: DAPO-Math-17k has each a hundred times,
-            AIME-2024 32 times, and an epoch would not be one.
-        seen: prompts that count as repeats; gets those that are written.
-        none: what is wrong where there is none.
-        most: number of rows.
+        problems: pairs of data source and problem. Each prompt is written once: DAPO-Math-17k repeats it a hundred
+            times and AIME-2024 32 times, so an epoch would not be one pass over the prompts.
+        seen: prompts to skip as repeats; the written prompts are added to it.
+        none: message of the error if there is no row to write.
+        most: largest number of rows; None: no limit.
 
     Raises:
-        DataError: there is no row.
+        DataError: there is no row to write.
     """
     found, repeats = list[tuple[str, NamedProblem]](), 0
     for source, problem in problems:
@@ -89,7 +90,7 @@ def write_split(
 
 
 def gsm8k(row: Row) -> NamedProblem:
-    """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
+    """Convert a row of ``openai/gsm8k``: a question, and an answer that ends in ``#### 1,234``."""
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"no #### in the answer {answer[:40]!r}")
@@ -97,7 +98,7 @@ def gsm8k(row: Row) -> NamedProblem:
 
 
 def math_dapo(row: Row) -> NamedProblem:
-    """A row of a data set of DAPO, which is in verl's schema already, or one of a problem and its answer."""
+    """Convert a row of a DAPO data set, which is in verl's schema, or a row with a problem and its answer as text."""
     if "prompt" in row:
         (message,) = row["prompt"]
         return NamedProblem(message["content"], _plain(row["reward_model"]["ground_truth"]))
@@ -107,14 +108,18 @@ def math_dapo(row: Row) -> NamedProblem:
 
 
 def _said(value: object) -> str:
-    """A problem or an answer as text."""
+    """Return a problem or an answer as text.
+
+    Raises:
+        ValueError: ``value`` is neither text nor a number.
+    """
     if not isinstance(value, str | int | float):
         raise ValueError(f"{value!r:.40} where a text or a number is needed")
     return str(value)
 
 
 def _plain(answer: object) -> str:
-    """AIME writes 033, AMC 33.0, where a model answers 33."""
+    """Return an answer as a model would write it: 33 for AIME's 033 and AMC's 33.0."""
     text = _said(answer).strip()
     whole = text.removesuffix(".0")
     return str(int(whole)) if whole.removeprefix("-").isdecimal() else text
@@ -125,7 +130,7 @@ class DataSet:
     """A data set that ``tools data`` writes."""
 
     repository: str
-    """on the hub"""
+    """name on the hub"""
     files: str
     """pattern of its raw files there"""
     splits: Mapping[str, str]
@@ -136,16 +141,16 @@ class DataSet:
     """configuration of the hub data set, if it has several"""
 
     def problems(self, rows: Iterable[Row]) -> Iterator[tuple[str, NamedProblem]]:
-        """Data source and problem of each raw row.
+        """Yield data source and problem of each raw row.
 
         Raises:
-            DataError: a row is not in the data set's schema; says which one.
+            DataError: a row is not in the data set's schema; the message has its number, from 0.
         """
         for at, row in enumerate(tqdm(rows, desc=self.repository, unit=" rows", leave=False)):
             try:
                 problem = self.problem(row)
             except (KeyError, TypeError, ValueError) as error:
-                why = f"no {error}" if isinstance(error, KeyError) else str(error)
+                why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
                 raise DataError(f"row {at} is not in the schema of {self.repository}: {why}") from error
             yield self.data_source, problem
 

@@ -1,4 +1,4 @@
-"""Rows of raw files, parquet, JSON lines or a JSON list, from this machine or the hub's cache."""
+"""Read rows of raw files (parquet, JSON lines, or a JSON list) from this machine or from the hub's cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 class DataError(ValueError):
-    """A data set cannot be read, in one line that says what to do."""
+    """A data set cannot be read or made; the message is one line and says what to do."""
 
 
 def download(repository: str, pattern: str) -> Path:
-    """The local copy of the files of a hub data set that match ``pattern``; downloads what the cache lacks.
+    """Return the folder with the files of a hub data set that match ``pattern``; download those that the cache lacks.
 
     Raises:
         DataError: the hub cannot be reached, or refuses.
@@ -31,7 +31,7 @@ def download(repository: str, pattern: str) -> Path:
     try:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=pattern))
     except Exception as error:
-        # The client raises what its transport raises: a download that failed is the user's to mend, whatever the cause.
+        # Any error: the client raises errors of several libraries, and the user can act on each in the same way.
         raise DataError(
             f"{repository} cannot be downloaded ({one_line(error)}): on a machine that reaches the hub, "
             f"`hf download {repository} --repo-type dataset --local-dir DIR`, then --from DIR here"
@@ -39,35 +39,36 @@ def download(repository: str, pattern: str) -> Path:
 
 
 def files_of(place: Path, split: str, folder: str | None = None) -> list[Path]:
-    """Raw files of ``split`` at ``place``, a file or a folder.
+    """Return the raw files of ``split`` at ``place``, a file or a folder.
 
-    A folder's file belongs to a split if its name contains it; if it holds files of no split at all, all belong.
+    A file in a folder belongs to ``split`` if its name contains the split's name. If no name contains ``train`` or
+    ``test``, all files belong.
 
     Args:
         folder: if ``place`` has a folder of this name, only it is searched (the configuration of a hub data set).
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such file.
     """
     if place.is_file():
         return [place]
     root = place / folder if folder and (place / folder).is_dir() else place
     found = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    # A folder of tables may have JSON files that describe them.
+    # JSON files beside files of another type may only describe them.
     found = [path for path in found if path.suffix != ".json"] or found
     named = [path for path in found if split in path.name]
     if not named and not any(other in path.name for path in found for other in ("train", "test")):
         named = found
     if not named:
-        raise DataError(f"--from={place}: a {' or '.join(SUFFIXES)} file, or a folder with one of the split {split}")
+        raise DataError(f"--from={place}: needs a {' or '.join(SUFFIXES)} file, or a folder with one of split {split}")
     return named
 
 
 def rows_of(files: list[Path]) -> Iterator[Row]:
-    """The rows in order.
+    """Yield the rows of ``files``, in order.
 
     Raises:
-        DataError: a file is not what its suffix says.
+        DataError: a file cannot be read as its suffix says.
     """
     for path in files:
         try:

@@ -1,4 +1,4 @@
-"""The time that a continuous-batching engine takes for a decoding step, and its fit to the calls of a run."""
+"""Time of a decoding step of a continuous-batching engine, as a function of its load, fitted to the calls of a run."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 _PASSES = 8
-"""passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the
-curve itself"""
+"""passes of the fit without the context term, and as many with it; it iterates because the load during a call's steps
+depends on the curve itself"""
 _HUBER = 4.0
 """Huber threshold in median deviations; calls beyond it are down-weighted"""
 _TINY_S = 1e-9
-"""least duration of a step"""
+"""least duration of a step, in seconds"""
 _FEWEST_CALLS = 16
 _LEAST_RISE = 1.5
-"""load of the busiest twentieth of the calls over that of the quietest; below, speed under other loads is a guess"""
+"""least ratio of the 95th to the 5th percentile of the calls' load (samples that run at the same time). Below it the
+calls do not show the speed under other loads"""
 _LEAST_SHARE = 0.01
-"""of a step's time that its fixed cost takes, and that its samples take"""
+"""least share of a step's time that the fixed cost must have, and that all other costs must have; else the fit is
+refused"""
 _MOST_OFF = 0.5
-"""median relative error of a fit: beyond it the calls do not follow a curve of this form"""
+"""largest median relative error; a fit with a larger one is refused, since the calls do not follow this form of
+curve"""
 
 _Cost = Annotated[float, Meta(ge=0)]
 
 
 class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
-    """One replica: a step takes ``step_s + sample_s * running + context_s * context`` and gives each sample a token."""
+    """Speed of one replica. A step takes ``step_s + sample_s * running + context_s * context`` seconds and decodes one
+    token of each running sample."""
 
     step_s: _Cost
+    """seconds of a step, whatever its load"""
     sample_s: _Cost
-    """per running sample"""
+    """seconds of a step per running sample"""
     context_s: _Cost = 0.0
-    """per token in the contexts of all running samples"""
+    """seconds of a step per token in the contexts of all running samples"""
     prefill_s: _Cost = 0.0
-    """per token of a context that is prefilled, for the first time or again"""
+    """seconds per token of a context that is prefilled, for the first time or again"""
 
     def decode_s(self, running: float, context: float) -> float:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
@@ -50,10 +55,10 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: Path) -> EngineCurve:
-        """The curve in a JSON file, an object of the fields.
+        """Load a curve from a JSON file, an object with these fields.
 
         Raises:
-            ValueError: it is not such a file; names the file.
+            ValueError: the file cannot be read as one; the message names it.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -65,20 +70,21 @@ PRESETS = {
     "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6),
     "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6),
 }
-"""Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
+"""Assumed curves for Qwen3-4B in bfloat16 on one GPU; none of the numbers was measured."""
 
 
 def fit(calls: Collection[EngineCall]) -> EngineCurve:
     """Fit a curve to the durations of ``calls``.
 
-    Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
-    its cores, calls take ten times as long as they should.
+    The fit is least squares with Huber's weights, in which outliers count less: while an engine compiles, or other
+    processes use its cores, calls take ten times as long as usual.
 
-    Calls of several rounds may be given together: replicas are idle between rounds. The cost of prefill, and that of a
-    shortage of KV blocks, are not separated from the other terms.
+    Calls of several rounds may be given together. The fit does not separate the cost of prefill, or of a shortage of KV
+    blocks, from the other terms.
 
     Raises:
-        ValueError: the calls do not determine a curve; says what was fitted, why it cannot be trusted, and what to do.
+        ValueError: the calls do not determine a curve; the message has the fit, why it cannot be trusted, and the
+            remedy.
     """
     columns = CallColumns.joined([calls])
     ran = (columns.column("tokens") > 0) & (columns.column("end") > columns.column("busy_from"))
@@ -90,14 +96,14 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
     seconds = np.concatenate([span.seconds for span in spans])
     curve, trust = EngineCurve(1.0, 0.0), np.ones(len(tokens))
     for i in range(2 * _PASSES):
-        # First without contexts: they would fit outliers that have not lost their weight yet.
+        # First without the context term, which would fit outliers that have not lost their weight yet.
         with_contexts = i >= _PASSES
         running, contexts = (
             np.concatenate(means) for means in zip(*(span.means(curve) for span in spans), strict=True)
         )
         quiet, busy = np.percentile(running, [5, 95])
         if busy < _LEAST_RISE * quiet:
-            fitted = f"{count} engine calls, nearly all beside {quiet:.0f} to {busy:.0f} samples"
+            fitted = f"{count} engine calls, nearly all with {quiet:.0f} to {busy:.0f} samples running"
             raise _degenerate(fitted, "they do not show the speed under other loads")
         # The duration of each step varies independently, by a share of itself.
         weight = trust / (np.sqrt(tokens) * (curve.step_s + curve.sample_s * running + curve.context_s * contexts))
@@ -108,7 +114,7 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
         trust = np.sqrt(np.minimum(1.0, _HUBER * np.median(off) / np.maximum(off, 1e-12)))
     fitted = f"{count} engine calls: a step of {curve.step_s:.2g} s + {curve.sample_s:.2g} s a sample"
     if (half := float(np.median(off))) > _MOST_OFF:
-        raise _degenerate(fitted, f"half of them took over {half:.0%} more or less than that")
+        raise _degenerate(fitted, f"half of them took over {half:.0%} more or less time than that")
     fixed = curve.step_s / float(np.median(curve.step_s + curve.sample_s * running + curve.context_s * contexts))
     if not _LEAST_SHARE < fixed < 1 - _LEAST_SHARE:
         raise _degenerate(
@@ -122,7 +128,7 @@ def _degenerate(fitted: str, why: str) -> ValueError:
 
 
 class _Spans:
-    """The calls of one replica, with the running calls and the context lengths at each moment."""
+    """The calls of one replica, and how many calls run, with how many context tokens, at each moment."""
 
     def __init__(self, calls: CallColumns) -> None:
         starts, ends = calls.column("busy_from"), calls.column("end")
@@ -135,9 +141,10 @@ class _Spans:
         self._contexts = np.zeros(len(self._length))
 
     def means(self, curve: EngineCurve) -> tuple[np.ndarray, np.ndarray]:
-        """[call], [call]: samples that ran at once and tokens in their contexts, averaged over the call's steps.
+        """Return two arrays [call]: running samples, and tokens in all their contexts, averaged over the call's steps.
 
-        ``curve`` determines when the steps ran, with the contexts that the last call of this method found.
+        The times of the steps follow from ``curve`` and from the contexts that the previous call of this method
+        computed (at first 0), so calling it again refines the result.
         """
         steps = self._length / (curve.step_s + curve.sample_s * self._running + curve.context_s * self._contexts)
         begun = np.concatenate([[0.0], np.cumsum(steps)])
@@ -154,7 +161,8 @@ class _Spans:
         return mean(self._running), mean(self._contexts)
 
     def _between(self, figure: np.ndarray) -> np.ndarray:
-        """[interval]: sum of ``figure`` [call] over the calls that run in each interval between two moments."""
+        """Return [interval]: the sum of ``figure`` [call] over the calls that run in it; moments separate the
+        intervals."""
         change = np.zeros(max(self._to.max(), self._from.max()) + 1)
         np.add.at(change, self._from, figure)
         np.add.at(change, self._to, -figure)
@@ -163,7 +171,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The replicas that decode."""
+    """The engine replicas of a simulation, all alike."""
 
     curve: EngineCurve
     """speed of each replica"""

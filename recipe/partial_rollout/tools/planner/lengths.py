@@ -1,4 +1,4 @@
-"""Response lengths for a simulation: of a run, or drawn."""
+"""Response lengths for a simulation: taken from a run, or drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 _MOST_WAITED = 0.05
-"""seconds between turns, over those of engine calls, that a forecast may leave out"""
+"""largest ratio of the seconds between turns (tools) to the seconds of engine calls that a forecast may ignore"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,12 @@ class LengthTrace:
 
     @classmethod
     def of_run(cls, run: RunRecord) -> Self:
-        """Generated tokens of the trained samples of ``run``, in dispatch order; prompts as long as its first ones.
+        """Take the numbers of generated tokens of the trained samples of ``run``, in dispatch order.
+
+        ``prompt_tokens`` is the median prompt length of the samples of the run's first round.
 
         Raises:
-            ValueError: its samples waited for tools, which a simulation does not play.
+            ValueError: its samples waited for tools, which the simulation does not model.
         """
         calls = run.calls
         _, left, back = calls.between_turns()
@@ -44,9 +46,9 @@ class LengthTrace:
             )
         groups = sorted(run.trained_groups, key=lambda group: group.order)
         first = next((round_.phase.calls for round_ in run.rounds if round_.phase.calls), ())
-        # The first call of each sample; a trace that names none has single turns.
+        # The first call of each sample. A call that names no sample counts as one: the run's samples are single-turn.
         prompts = {call.sample or at: call.context_tokens for at, call in reversed(list(enumerate(first)))}
-        # What tools wrote is part of a response, and is not decoded.
+        # Tokens that tools wrote are part of a response, but no engine decodes them.
         generated = [np.array(group.lengths) * (group.tokens / max(1, sum(group.lengths))) for group in groups]
         lengths = np.maximum(1, np.rint(generated).astype(int))
         return cls(lengths, round(float(np.median(list(prompts.values())))) if prompts else 0)
@@ -61,10 +63,13 @@ class LengthTrace:
         samples_per_group: int,
         groups: int = 4096,
     ) -> Self:
-        """Lognormal lengths cut off at ``cap``; within a group their logarithms have a correlation of .5.
+        """Draw lognormal lengths, cut off at ``cap``; within a group their logarithms have a correlation of .5.
+
+        Args:
+            median, mean: of the distribution before the cut.
 
         Raises:
-            ValueError: the mean is not above the median: a lognormal distribution has a long right tail.
+            ValueError: the mean is not above the median, as it is in every lognormal distribution.
         """
         if not 0 < median < mean:
             raise ValueError(f"lognormal lengths need 0 < median < mean, not median {median:g} and mean {mean:g}")

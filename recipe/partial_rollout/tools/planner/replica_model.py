@@ -22,9 +22,10 @@ class Decoding:
 
 
 class ReplicaModel:
-    """Runs samples from event to event; the simulation decides how far. Every context fits into the KV cache.
+    """Decodes samples on one replica; the simulation calls it and decides up to which time. The KV cache never fills
+    up.
 
-    Each replica has its own ``clock`` (seconds); ``steps`` counts its decoding steps.
+    ``clock`` is the replica's own time in seconds.
     """
 
     def __init__(self, curve: EngineCurve) -> None:
@@ -32,14 +33,15 @@ class ReplicaModel:
         self.clock = 0.0
         self._steps = 0
         self._base = 0
-        """sum over running samples of context at start less step of start; context now = base + running * steps"""
+        """sum over running samples of (context at its start - step at its start), so that the tokens in all contexts
+        are ``base + running * steps``"""
         self._ends: list[tuple[int, int, Decoding]] = []
-        """heap of step at which a sample ends, its number, and the sample"""
+        """heap of (step at which the sample ends, number to break ties, sample)"""
         self._began: dict[str, int] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Number of its samples."""
+        """Number of running samples."""
         return len(self._began)
 
     @property
@@ -47,27 +49,28 @@ class ReplicaModel:
         return self._base + len(self._began) * self._steps
 
     def add(self, sample: Decoding, *, reads: bool = True) -> None:
-        """Start ``sample``; with ``reads`` its context is prefilled first."""
+        """Start ``sample``; with ``reads`` its context is prefilled first, which advances the clock."""
         self.clock += self._curve.prefill_s * sample.context * reads
         self._began[sample.id] = self._steps
         self._base += sample.context - self._steps
         heapq.heappush(self._ends, (self._steps + sample.left, next(self._numbers), sample))
 
     def advance(self, clock: float) -> None:
-        """Run the steps that have begun by ``clock``."""
+        """Run the steps that begin before ``clock``, at most until a sample ends; then the clock is at least
+        ``clock``."""
         if self._ends:
             self._run(min(self._steps_by(clock), self._until_end()))
         self.clock = max(self.clock, clock)
 
     def next_end(self) -> float:
-        """Clock at which the next sample ends; infinity if it has none."""
+        """Return the time at which the next sample ends; infinity if no sample runs."""
         return self.clock + self._seconds(self._until_end()) if self._ends else math.inf
 
     def _until_end(self) -> int:
         return self._ends[0][0] - self._steps
 
     def run_to_end(self) -> list[str]:
-        """Run until the next sample ends; returns the ids of those that end then."""
+        """Run until the next sample ends; return the ids of all samples that end then."""
         self._run(self._until_end())
         ended = []
         while self._ends and self._ends[0][0] <= self._steps:

@@ -1,6 +1,6 @@
-"""Play rounds of colocated partial rollout, and forecast their cost in the long run.
+"""Simulate rounds of colocated partial rollout, and forecast their mean cost.
 
-The real ``PromptsManager`` decides, and knows which version made which tokens; a model of the engine decodes.
+The real ``PromptsManager`` schedules the samples and records the version of each token; ``ReplicaModel`` decodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SimulatedRound:
     lengths: np.ndarray
     """int [g, n], tokens"""
     staleness: np.ndarray
-    """int [g, n], versions since the first token of each"""
+    """int [g, n], version whose update trains the sample, minus the version of its first token"""
 
     @property
     def tokens(self) -> int:
@@ -39,12 +39,12 @@ class SimulatedRound:
 
 
 class Simulation:
-    """Plays rounds, one after the other.
+    """Simulates rounds, one after the other.
 
     Args:
-        settings: mode, sizes and scheduling are played; dynamic sampling is not.
+        settings: mode, sizes, overlap, bound and scheduling are used; dynamic sampling is not simulated.
         lengths: response lengths by group.
-        seed: shuffles the groups of ``lengths``, which come over and over; None: they come in the given order.
+        seed: shuffles the groups of ``lengths``, which are then repeated in this order; None: the given order.
         groups: number of groups in the data; None: endless.
 
     Raises:
@@ -68,18 +68,18 @@ class Simulation:
         self._order = itertools.cycle(range(count) if seed is None else np.random.default_rng(seed).permutation(count))
         self._groups = math.inf if groups is None else groups
         self.dispatched: list[np.ndarray] = []
-        """lengths of the groups offered, in order; int [n] each"""
+        """response lengths of each group given to the manager, in order; int [n] each"""
         self._trained = 0
-        """groups"""
+        """number of trained groups"""
         self._live: dict[str, Decoding] = {}
-        """samples that have started and not ended, by id"""
+        """samples that have started and not ended, by sample id (``0/7#1``)"""
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
         self._now = 0.0
 
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
-        """The next ``count`` rounds; fewer if the data runs out."""
+        """Yield the next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
             if self._trained == self._groups:
                 return
@@ -124,7 +124,7 @@ class Simulation:
             self._claim()
 
     def _claim(self) -> None:
-        """Start what is granted, each sample at the replica that has the fewest."""
+        """Start each sample that the manager grants a slot, on the replica with the fewest samples."""
         for lease in self._manager.claim(_WORKER):
             if lease.sample_id not in self._live:
                 length = int(lease.row["lengths"][int(lease.sample_id.partition("#")[2])])
@@ -140,12 +140,13 @@ class Simulation:
                     self._manager.add(decoding.id, [self._segment(decoding)])
                     self._manager.interrupt(decoding.id)
                 else:
-                    # The step that the interruption completes has made the last token.
+                    # The step that was running at the interruption is completed, and decoded the sample's last token.
                     self._finish(decoding.id)
         self._now = max(replica.clock for replica in self._replicas)
 
     def _segment(self, decoding: Decoding) -> Segment:
-        """Return the sample's part that this version has made, in arrays that take no memory."""
+        """Return the segment that this version has decoded. Its tokens are zeros, broadcast so that they take no
+        memory."""
         cached = self._manager.samples.unfinished[decoding.id].cached_tokens
         made = np.broadcast_to(np.int32(0), decoding.context - self._lengths.prompt_tokens - cached)
         return Segment(made, made, self._version)
@@ -160,25 +161,25 @@ class Simulation:
 
 
 _ROUNDS = 24
-"""of a forecast, after those in which the window fills"""
+"""rounds that a forecast averages, after those in which the window fills"""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Figures of one schedule, once its window is full."""
+    """Means over the rounds of one schedule, after its window has filled."""
 
     round_s: float
-    """mean"""
+    """mean seconds of a round"""
     trained_tokens_per_s: float
     staleness_mean: float
-    """versions, over trained samples"""
+    """mean over trained samples, in versions"""
     staleness_p95: float
 
 
 def forecast(
     settings: PartialRolloutConfig, cluster: Cluster, lengths: LengthTrace, *, rounds: int = _ROUNDS
 ) -> Forecast:
-    """The forecast of ``rounds`` rounds after those in which the window fills."""
+    """Simulate until the window has filled, then ``rounds`` rounds more; return the means of the latter."""
     filling = 2 + math.ceil(2 * settings.overlap)
     steady = list(Simulation(settings, cluster, lengths).rounds(filling + rounds))[filling:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.tokens for r in steady)
@@ -188,5 +189,5 @@ def forecast(
 
 
 def baseline(settings: PartialRolloutConfig) -> PartialRolloutConfig:
-    """noPR with the sizes of ``settings``: every round waits for its slowest sample."""
+    """Return noPR's schedule with the sizes of ``settings``: every round waits for its slowest sample."""
     return replace(settings, mode=Mode.WINDOW, overlap=0.0, max_staleness=0, scheduling=Scheduling())

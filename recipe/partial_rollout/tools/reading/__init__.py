@@ -1,1 +1,1 @@
-"""Reads back what a run has written (``records/``): trainings only write."""
+"""Readers of the files that a run writes with ``records/``. Training code writes them and never reads them here."""

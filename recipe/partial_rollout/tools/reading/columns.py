@@ -13,13 +13,13 @@ from recipe.partial_rollout.records.run_log import EngineCall
 
 _KINDS = {str | int: "i4", int: "i4", float: "f8", bool: "?", str: "O"}
 _FIELDS = [(field.name, _KINDS[field.type]) for field in structs.fields(EngineCall)]
-"""name and numpy's kind of each field"""
+"""(name, numpy dtype) of each field of ``EngineCall``"""
 _TINY_S = 1e-9
-"""least duration of a call"""
+"""least duration of a call, in seconds: avoids a division by 0"""
 
 
 class CallColumns(Collection[EngineCall]):
-    """Calls held as a table: 72 bytes a call where objects take 400. Each call is made when it is asked for.
+    """Engine calls in a numpy table: 72 bytes a call instead of 400. Iteration makes the ``EngineCall`` objects.
 
     >>> calls = CallColumns([EngineCall(0, 1.0, 2.0, 7, 3, sample="0/4#1")])
     >>> next(iter(calls)).sample, calls.column("tokens")
@@ -28,33 +28,35 @@ class CallColumns(Collection[EngineCall]):
 
     def __init__(self, calls: Collection[EngineCall] = ()) -> None:
         self.table = np.empty(len(calls), np.dtype(_FIELDS, align=True))
-        """[call] rows of ``EngineCall``'s fields; the name of a sample is one object for all of its calls"""
+        """structured array [call] with the fields of ``EngineCall``; names of samples are interned"""
         for (name, _), column in zip(_FIELDS, zip(*map(structs.astuple, calls), strict=True), strict=False):
             self.table[name] = list(map(sys.intern, column)) if name == "sample" else column
 
     @classmethod
     def of(cls, table: np.ndarray) -> CallColumns:
-        """The calls of a ``table``."""
+        """Wrap a ``table`` without a copy."""
         made = cls()
         made.table = table
         return made
 
     @classmethod
     def joined(cls, parts: Iterable[Collection[EngineCall]]) -> CallColumns:
-        """The calls of ``parts``, one after another."""
+        """Concatenate the calls of ``parts``."""
         columns = [part if isinstance(part, CallColumns) else cls(part) for part in parts]
         return cls.of(np.concatenate([cls().table, *(part.table for part in columns)]))
 
     def column(self, name: str) -> np.ndarray:
-        """[call] one of the fields, by ``EngineCall``'s name"""
+        """Return field ``name`` of every call, as an array [call]; also the property ``busy_from``."""
         if name == "busy_from":
             return np.minimum(self.column("start") + self.column("queued_s"), self.column("end"))
         return self.table[name]
 
     def between_turns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[gap] the call that ended a turn; start and end (unix seconds) of what followed in tools and agent loop.
+        """Return the gaps between two turns of a sample, in which its tools and its agent loop work.
 
-        A gap ends where the sample's next call asks for a slot. None follows a call whose sample is not noted.
+        Three arrays [gap]: index of the call that ended the turn; start and end of the gap in unix seconds. A gap ends
+        when the sample's next call asks for a slot. No gap follows an interrupted call, which ends no turn, or a call
+        whose ``sample`` is "".
 
         >>> turns = EngineCall(0, 1.0, 2.0, 7, 3, sample="a"), EngineCall(0, 9.0, 9.5, 7, 4, sample="a", waited_s=4.0)
         >>> [each.tolist() for each in CallColumns(turns).between_turns()]
@@ -69,9 +71,9 @@ class CallColumns(Collection[EngineCall]):
         return left, end[left], requested[back]
 
     def within(self, start: float, end: float) -> CallColumns:
-        """The parts of the calls that ran between ``start`` and ``end`` (unix seconds); no part queues.
+        """Cut the calls to the time from ``start`` to ``end`` (unix seconds), without the time that they queued.
 
-        Tokens are shared by time and rounded at the cuts, so those of parts that touch add up to the call's.
+        A part gets tokens in proportion to its time, rounded such that the parts of a call add up to its tokens.
 
         >>> calls = CallColumns([EngineCall(0, start=2.0, end=12.0, tokens=100, version=1)])
         >>> [(call.start, call.end, call.tokens) for span in ((0, 10), (10, 20)) for call in calls.within(*span)]

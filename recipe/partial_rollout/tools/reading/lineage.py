@@ -1,4 +1,4 @@
-"""Which rounds of a run count, and which process began last."""
+"""Find the rounds of a run that count, and the settings of the process that began last."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ T = TypeVar("T")
 class Lineage(Generic[T]):
     """The rounds of a run that count.
 
-    A process that resumes undoes what is beyond its checkpoint. Where that was set aside, the process has the log that lay
-    beside it (``RunFiles.begin``), so none begins beyond the rounds that stand. Here 1 of the first process counts, and 2
-    and 3 of the second::
+    A process that resumes undoes the rounds after its checkpoint. In this example round 1 of the first process counts,
+    and rounds 2 and 3 of the second::
 
         first   1  2
         second     2  3     resumed from step 1
 
+    A process can resume from a checkpoint that an earlier start set aside. The log is then replaced by the one that was
+    set aside with the checkpoint (``RunFiles.begin``), so the log has the rounds before every resumed checkpoint.
+
     Args:
-        keep: what to keep of a round.
+        keep: returns the value to keep for a round.
     """
 
     def __init__(self, keep: Callable[[Round], T]) -> None:
         self._keep = keep
         self.settings: RunSettings
-        """of the process that began last; there is none before the first event"""
+        """settings of the process that began last; not set before the first event"""
         self.ended: Ended | None = None
-        """how that process ended, if on purpose"""
+        """its last event, if that process ended on purpose; None if it runs or was killed"""
         self._standing: list[tuple[int, T]] = []
-        """step, and what is kept of it"""
+        """(step, kept value) of each round that counts"""
         self.undone: list[T] = []
 
     def take(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run."""
         match event:
             case RunSettings(resumed=last):
                 self.settings, self.ended = event, None
@@ -47,5 +49,5 @@ class Lineage(Generic[T]):
                 self.ended = event
 
     def standing(self) -> list[T]:
-        """The rounds that count, in order."""
+        """Return the kept values of the rounds that count, in order."""
         return [kept for _, kept in self._standing]

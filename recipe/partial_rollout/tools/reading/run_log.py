@@ -23,13 +23,13 @@ class RunRecordError(ValueError):
 
 
 def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
-    """The events of the run, one at a time, the calls of each round as ``CallColumns``.
+    """Yield the events of the run; the calls of each round are ``CallColumns``.
 
     Args:
-        warnings: gets a line for each torn line that is skipped.
+        warnings: a line is appended to it for each torn line that is skipped.
 
     Raises:
-        RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
+        RunRecordError: the file is missing or has no event, or a line is no event; the message names the line.
     """
     path, begun = run_dir / NAME, False
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
@@ -50,19 +50,21 @@ def _columns(round_: Round, place: str) -> CallColumns:
         return CallColumns(round_.phase.calls)
     except (ValueError, OverflowError) as error:
         raise RunRecordError(
-            f"{place}: a call has a replica without an index, or a figure beyond 32 bits ({error})"
+            f"{place}: a call has a replica without an index, or a number beyond 32 bits ({error})"
         ) from None
 
 
 def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneType) -> Iterator[tuple[str, Any]]:
-    """The lines of a JSON lines file as objects of ``kind``, one at a time, each with its place for error messages.
+    """Yield a pair for each line of a JSON lines file: its place (``FILE line 3``, for error messages) and its object.
 
     Args:
-        warnings: gets a line for each torn line that is skipped.
-        restart: the kind with which another process of the run begins.
+        kind: type of the objects.
+        warnings: a line is appended to it for each torn line that is skipped.
+        restart: type of the first line that each process writes. A torn line is accepted only before such a line, or at
+            the end of the file.
 
     Raises:
-        RunRecordError: the file cannot be read, or a line is torn that a dying process cannot have left.
+        RunRecordError: the file cannot be read, a line is not of ``kind``, or a line is torn elsewhere.
     """
     torn: str | None = None
     decode = msgspec.json.Decoder(kind).decode
@@ -77,7 +79,7 @@ def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneT
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     if torn:
                         raise RunRecordError(torn) from None
-                    torn = f"{place}: torn ({error}), and no process ended or began there: remove the line, or rerun"
+                    torn = f"{place}: torn ({error}), yet no process began after it: remove the line, or rerun"
                     warnings.append(f"{place}: torn, as a crash leaves it; the line is left out")
                     continue
                 if torn and not isinstance(found, restart):

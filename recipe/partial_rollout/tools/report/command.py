@@ -1,4 +1,4 @@
-"""Command line: reads run directories, prints the tables, and saves the report."""
+"""The tool ``report``: read run directories, print the tables, and save the report."""
 
 import json
 import sys
@@ -19,15 +19,15 @@ from recipe.partial_rollout.tools.run_record import load_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the report; exit code 2, as argparse's own, if a run cannot be read."""
+    """Make the report and return 0; return 2, like argparse for a wrong option, if a run cannot be read."""
     parser = Parser(
         typed("report"),
-        "Compare runs, also while they go on: a page with an interactive timeline, tables, training curves.",
+        "Compare runs, finished or still running: a page with an interactive timeline, tables, training curves.",
         [
             "outputs/quickstart/noPR outputs/quickstart/PR",
             "outputs/peers/noPR/seed_1 outputs/peers/PR_bounded/seed_1 --out outputs/peers/report",
         ],
-        "The base is the first run of noPR; without one, the first run.",
+        "Ratios are against the base: the first noPR run, or the first run if none is noPR.",
     )
     parser.add_argument(
         "runs",
@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory of a run, with run.jsonl and metrics.jsonl",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to save (default: report/ in the directory of the last run)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to save the report in (default: report/ in the directory of the last run)",
     )
     options = parser.parse_args(arguments)
     try:
@@ -53,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _save(comparison: Comparison, out: Path) -> list[str]:
-    """The names of the files it wrote.
+    """Write the report's files into ``out``; return their names.
 
     Raises:
-        RunRecordError: one cannot be written; names ``out``.
+        RunRecordError: a file cannot be written; the message names ``out``.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

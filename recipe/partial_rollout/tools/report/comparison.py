@@ -1,4 +1,4 @@
-"""Runs compared: ratios against a base, whether they did the same work, and whether their engines were alike."""
+"""Compare runs with a base run: ratios of metrics, differences in the work, and differences in settings and engines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_r
 
 @dataclass(frozen=True)
 class Side:
-    """One of the runs."""
+    """One of the compared runs."""
 
     name: str
-    """Its arm, or its directory; see `names_of`."""
+    """the run's type (`noPR` or `PR`), or its directory; see `names_of`"""
     run: RunRecord
 
     @cached_property
@@ -32,7 +32,7 @@ class Side:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Faults of its files, and warnings of its terminal."""
+        """Warnings about the run's files, its lost samples, and the steps at which its policy began to drift."""
         found, drift = list(self.run.warnings), PolicyDrift()
         if lost := self.summary.lost_samples:
             found.append(f"{self.name} lost {lost:,} samples; a sound run loses none")
@@ -46,29 +46,30 @@ class Side:
 
 @dataclass(frozen=True)
 class Other(Side):
-    """A run beside the base."""
+    """A run that is compared with the base."""
 
     base: Side
 
     @cached_property
     def ratios(self) -> dict[str, float | None]:
-        """Its metric over the base's, by the metric's name."""
+        """Ratio of this run's metric to the base's, by the metric's name; None if it cannot be computed."""
         mine, theirs = self.summary, self.base.summary
         compared = [name for name, metric in METRICS.items() if metric.compared]
         found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in compared}
         if (theirs.rollout_s is None) is not (mine.rollout_s is None):
-            # One is per second of rollout, the other per second of the run.
+            # They cannot be compared: one is per second of rollout, the other per second of the run.
             found["decoded_tokens_per_s"] = None
         return found
 
     @cached_property
     def differences(self) -> list[str]:
-        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, as often."""
+        """Sentences on how the work differs; empty if both runs trained the same (epoch, prompt) pairs equally
+        often."""
         theirs, mine = (
             Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (self.base, self)
         )
         return [
-            f"{side.name} trained {extra.total():,} prompts that {than.name} did not, or more often, e.g. "
+            f"{side.name} trained {extra.total():,} prompts that {than.name} did not, or trained less often, e.g. "
             f"'{min(extra)[1][:40]}' of epoch {min(extra)[0]}"
             for side, than, extra in ((self.base, self, theirs - mine), (self, self.base, mine - theirs))
             if extra
@@ -77,7 +78,7 @@ class Other(Side):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Any number of runs, at least one."""
+    """A base run and any number of other runs."""
 
     base: Side
     others: list[Other]
@@ -88,12 +89,12 @@ class Comparison:
 
     @property
     def separate(self) -> bool:
-        """Whether a run has separate placement, whose rollout has no end."""
+        """Whether any run has separate placement, where rollout never stops."""
         return any(side.run.settings.separate for side in self.sides)
 
     @property
     def unlike(self) -> list[str]:
-        """In words: settings in which a run differs from the base."""
+        """Sentences that name the settings in which a run differs from the base."""
         return [
             f"the runs differ in {key}: {self.base.name} {wanted}, {other.name} {found}"
             for other in self.others
@@ -107,7 +108,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """The base is the first run of noPR, wherever it stands; without one it is the first run."""
+    """Compare `runs` with a base: the first noPR run, at whatever position, or the first run if none is noPR."""
     base_run = next((run for run in runs if run.settings.arm is Arm.NOPR), runs[0])
     runs = [base_run, *(run for run in runs if run is not base_run)]
     first, *names = names_of(runs)
@@ -116,7 +117,10 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:
-    """Their arms if these differ, else their directories below the one that has them all, else numbers."""
+    """Return a name for each run: its type if all types differ, else its directory relative to the common parent.
+
+    If two runs have the same directory, the names are `run 1`, `run 2` and so on.
+    """
     arms = [str(run.settings.arm) for run in runs]
     above = os.path.commonpath([os.path.abspath(run.directory) for run in runs])
     directories = [os.path.relpath(run.directory, above) for run in runs]
@@ -125,7 +129,7 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
-    """The content of `report.json`, but for the findings."""
+    """Return the content of `report.json`, except its cautions and findings."""
     return {
         "runs": {
             side.name: {

@@ -1,4 +1,4 @@
-"""Sum the figures up in a few sentences; every sentence is computed."""
+"""Summarise a report in a few sentences, all of them computed from its metrics."""
 
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Other, Side
@@ -6,7 +6,11 @@ from recipe.partial_rollout.tools.report.summary import ratio
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """A line for each run but the base, without full stop: the time that it needed for the base's work."""
+    """Return a sentence, without its full stop, for each run but the base: its time per trained token against the
+    base's.
+
+    If the base is the only run, return one sentence about it.
+    """
     if not comparison.others:
         return [_alone(comparison.base)]
     return [_against(other, by_wall=comparison.separate) for other in comparison.others]
@@ -38,7 +42,8 @@ def _against(other: Other, *, by_wall: bool) -> str:
 
 
 def cautions(comparison: Comparison) -> list[str]:
-    """Yield what a reader must know before any figure: unfinished runs, unequal work, unlike settings and engines."""
+    """Return what a reader must know before any number: unfinished runs, unequal work, different settings or
+    engines."""
     return [
         *(
             f"{side.name} is not complete: {side.summary.steps:,} steps so far"
@@ -51,12 +56,12 @@ def cautions(comparison: Comparison) -> list[str]:
 
 
 def _part(value: float | None) -> str:
-    """0.48 as '0.48 of', 1.2 as '1.20 times'."""
+    """Return a ratio as text: 0.48 as '0.48 of', 1.2 as '1.20 times'."""
     return f"{units.decimal(value)} {'times' if value and value > 1 else 'of'}"
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """The headline, then a sentence for each run but the base."""
+    """Return the headline, then for each run but the base a sentence on its staleness and reward."""
     return [*(f"{line}." for line in headline(comparison)), *map(_cost, comparison.others)]
 
 

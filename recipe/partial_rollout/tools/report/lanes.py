@@ -3,7 +3,7 @@
     engines |==decoding=====================|held|==decoding=======...      else idle
     trainer |waiting| training | staging    |load| waiting | training ...   else the driver's own work
 
-Each is in one state at a time. Where phases of the trace overlap, the narrower one counts: staging and loading lie within
+Each lane is in one state at a time. If phases of the log overlap, the inner one counts: staging and loading lie within
 the sync, and under separate placement the sync lies within the training phase.
 """
 
@@ -19,11 +19,11 @@ from recipe.partial_rollout.records.run_log import PhaseName
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 Bars = list[tuple[float, float]]
-"""start (seconds from the run's) and length of each"""
+"""(start, length) of each bar, in seconds; the start counts from the start of the run"""
 
 
 class Trainer(StrEnum):
-    """A state of the trainer, and what a legend calls it."""
+    """A state of the trainer; its value is its name in the legend."""
 
     WAIT = "waiting for the batch"
     TRAIN = "log-probs, update"
@@ -34,27 +34,30 @@ class Trainer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """States over time: bool [interval] each, an interval between two neighbouring ``moments``."""
+    """States over time, each an array bool [interval]; interval i lasts from ``moments[i]`` to ``moments[i + 1]``."""
 
     start: float
-    """of the run, unix seconds"""
+    """start of the run, unix seconds"""
     moments: np.ndarray
     """[moment] unix seconds, ascending, at which a state may change"""
     trainer: dict[Trainer, np.ndarray]
-    """Never two at once."""
+    """for each state, whether the trainer is in it; at most one holds in an interval"""
     held: np.ndarray
-    """All engines are held, for new weights or for a checkpoint."""
+    """whether all engines are held, for new weights or for a checkpoint"""
     decoding: list[np.ndarray]
-    """[replica] it runs a training sample's call and is not held"""
+    """for each replica, whether it runs a call of a training sample and is not held"""
 
     def bars(self, state: np.ndarray) -> Bars:
-        """The times that ``state`` lasted."""
+        """Return the bars of an array ``state`` [interval]: neighbouring intervals in which it is true form one bar."""
         changes = self.moments[np.flatnonzero(np.diff(state, prepend=False, append=False))] - self.start
         return list(zip(changes[::2].tolist(), np.diff(changes)[::2].tolist(), strict=True))
 
 
 def covered(moments: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """bool [interval between two ``moments``] whether one of ``spans``, [span, 2] starts and ends among them, has it.
+    """Return bool [interval]: whether the interval between two neighbouring ``moments`` lies within one of ``spans``.
+
+    Args:
+        spans: [span, 2] start and end of each; both must be among ``moments``.
 
     >>> covered(np.arange(5.0), np.array([(0.0, 1.0), (2.0, 4.0), (3.0, 4.0)])).tolist()
     [True, False, True, True]
@@ -66,10 +69,13 @@ def covered(moments: np.ndarray, spans: np.ndarray) -> np.ndarray:
 
 
 def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | None]:
-    """Shares of the time from the first batch to the last, 0 to 1; None if the run has one batch only.
+    """Return three shares (0 to 1) of the time from the first batch to the last.
 
-    The trainer waits. An engine is idle, in the mean over replicas; one that is held or validates is not. All engines are
-    held; None without separate placement.
+    1. The trainer waits for a batch.
+    2. A replica is idle: it runs no call, is not held, and no validation runs. Mean over replicas.
+    3. All engines are held; None without separate placement.
+
+    All three are None if the run has one batch only.
     """
     start, end = (run.rounds[at].phase.end for at in (0, -1))
     if end <= start:
@@ -83,7 +89,8 @@ def lane_shares(run: RunRecord) -> tuple[float | None, float | None, float | Non
 
 
 def lanes_of(run: RunRecord) -> Lanes:
-    """The lanes of a run of any arm; one without separate placement waits while its engines run a round."""
+    """Compute the lanes of a run. Without separate placement the trainer counts as waiting from a round's start to its
+    end."""
     calls = run.calls
     ran, replica = np.stack([calls.column("busy_from"), calls.column("end")], axis=1), calls.column("replica")
     spans = {name: [(p.start, p.end) for p in run.phases if p.name == name] for name in get_args(PhaseName)}
@@ -93,7 +100,7 @@ def lanes_of(run: RunRecord) -> Lanes:
     moments = np.unique(np.concatenate([ran, *arrays.values(), [(run.start, run.end)]]))
     during = {name: covered(moments, array) for name, array in arrays.items()}
     held = during["hold"] | during["flush"]
-    # Who comes first here takes its moments from those after it.
+    # An earlier state takes precedence over a later one: the later excludes the intervals of the earlier.
     validate, wait = during["validate"], during["wait"]
     send = during["sync"] | during["stage"]
     trainer = {

@@ -1,4 +1,4 @@
-"""Data of the page's timeline: engine calls, each in a slot of its replica, its rounds and phases."""
+"""Compute the data of the page's timeline: rounds, phases, and engine calls, each in a slot of its replica."""
 
 import base64
 import heapq
@@ -10,7 +10,8 @@ from recipe.partial_rollout.tools.run_record import RunRecord
 
 
 def drawn(run: RunRecord) -> dict[str, Any]:
-    """The steps that count; times in ms from the first round."""
+    """Return the timeline's data for one run, without undone steps; times are in ms from the start of its first
+    round."""
     return {
         "ends": _ms(run.end - run.start),
         "rounds": [
@@ -27,7 +28,7 @@ def drawn(run: RunRecord) -> dict[str, Any]:
         ],
         "phases": [
             [phase.name, phase.step, _ms(phase.start - run.start), _ms(phase.end - run.start)]
-            # A phase is drawn over those that it lies in.
+            # Longer phases first: a phase is drawn on top of the phases that contain it.
             for phase in sorted(run.phases, key=lambda phase: (phase.step, phase.start - phase.end))
             if phase.end > run.start
         ],
@@ -36,16 +37,17 @@ def drawn(run: RunRecord) -> dict[str, Any]:
 
 
 def _segments(run: RunRecord) -> dict[str, Any]:
-    """Columns of the calls and of what lay between two turns, by lane and, within a lane, by start.
+    """Return the bars of the timeline as columns, sorted by lane, then by start.
 
-    ``lanes`` are replica, slot, number of calls, and whether it is no slot but has samples between two turns, in a tool or
-    in their agent loop. A slot is the lowest that was free: engines do not say which they used. ``sample`` counts in
-    ``samples``, whose empty name is for calls that do not say; ``version`` is -1 if unknown.
+    A bar is an engine call, or a gap between two turns, in which the sample's tool or agent loop works. ``lanes`` has
+    (replica, number, count of bars, whether its bars are gaps) for each lane; a lane of calls is a slot. Engines do not
+    report which slot a call used, so each call gets the lowest slot that is free. ``sample`` is an index into
+    ``samples``, in which "" stands for calls that name no sample. ``version`` is -1 if unknown.
     """
     calls = run.calls
     names, sample = np.unique(calls.column("sample"), return_inverse=True)
     left, begin, back = calls.between_turns()
-    # A tool's bar has the place of the call before it.
+    # A gap has the sample, version and replica of the call before it.
     source = np.concatenate([np.arange(len(calls)), left])
     tools = np.arange(len(source)) >= len(calls)
     start, end = np.concatenate([calls.column("busy_from"), begin]), np.concatenate([calls.column("end"), back])
@@ -75,7 +77,7 @@ def _segments(run: RunRecord) -> dict[str, Any]:
 
 
 def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """[call] its slot: the calls of one replica, dealt to as few slots as keep them apart.
+    """Return [call] slot numbers for the calls of one replica: as few slots as possible, and no overlap within a slot.
 
     >>> in_slots(np.array([0.0, 1.0, 2.0]), np.array([2.0, 3.0, 4.0])).tolist()
     [0, 1, 0]
@@ -97,5 +99,5 @@ def _ms(seconds: float | None) -> int | None:
 
 
 def _column(values: np.ndarray, kind: type[np.generic]) -> str:
-    """Base64 of the little-endian numbers."""
+    """Return the rounded numbers in base64, little-endian, as type ``kind``."""
     return base64.b64encode(np.rint(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()

@@ -21,34 +21,39 @@ SETTINGS = {
     "replicas": "Engine replicas.",
     "slots_per_replica": "Samples that one replica runs at a time.",
     "full_concurrency": "Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger.",
-    "verl": "Its version.",
+    "verl": "Version of verl.",
 }
-"""Row of the table of settings, and what it is."""
+"""row of the table of settings -> its explanation"""
 
 
 RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
-    ("run", lambda side: side.name, "Its arm, or its directory."),
+    ("run", lambda side: side.name, "Type of the run (noPR or PR), or its directory if types repeat."),
     ("mode", lambda side: _mode(side.run.settings), "noPR: verl's synchronous rollout; else partial_rollout.mode."),
     (
         "trainer, engine",
         lambda side: _engines(side.run.settings),
-        "Strategy of verl's actor; vLLM; who shares devices.",
+        "Strategy of verl's actor; vLLM's version; whether trainer and engines take turns on the same devices.",
     ),
-    ("steps", lambda side: _steps(side), "Those that have both a round and timers."),
-    ("time, h:mm", lambda side: units.hours(side.summary.total_s), "Of steps and validations, without pauses."),
+    ("steps", lambda side: _steps(side), "Steps that have both a round in run.jsonl and timers in metrics.jsonl."),
+    (
+        "time, h:mm",
+        lambda side: units.hours(side.summary.total_s),
+        "Time of steps and validations, without the pauses before resumes.",
+    ),
     *(
         (f"{kind}@k", lambda side, kind=kind: side.summary.validation.shown(kind), means)
         for kind, means in {
-            "mean": "Accuracy of the last validation, over data sources and k responses: verl's val-core.",
-            "best": "The best of k responses; verl has none where k is 1.",
-            "maj": "What most of k responses answer; only where the reward function returns `pred`.",
+            "mean": "Mean accuracy of the last validation, over data sources and k responses: verl's val-core. "
+            "Mean reward if the reward function returns no accuracy.",
+            "best": "Accuracy of the best of k responses; verl logs none for k = 1.",
+            "maj": "Accuracy of the answer that most of k responses give; only if the reward function returns `pred`.",
         }.items()
     ),
-    ("at step", lambda side: units.count(side.summary.validation.step), "Of that validation."),
+    ("at step", lambda side: units.count(side.summary.validation.step), "Step of that validation."),
     (
         "empty slots",
         lambda side: units.share(side.summary.bubble_fraction),
-        "Share of the slots that a full batch fills which stood empty (the bubble), over rollout time.",
+        "The bubble: share of slots that were empty during rollout, of those that a whole batch can fill.",
     ),
     (
         "devices busy",
@@ -61,11 +66,12 @@ RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
         "Policy versions from a trained sample's first token to the update that trains it.",
     ),
 )
-"""Columns of the table of runs: what each is called, its cell, and what it is."""
+"""columns of the table of runs: name, function that returns the cell, explanation"""
 
 
 def report_markdown(comparison: Comparison) -> str:
-    """With the two pictures beside it, one above the tables and one below."""
+    """Return `report.md`, which shows `timeline.png` above the tables and `report.png` below; both must lie beside
+    it."""
     compared = "one run" if not comparison.others else f"{len(comparison.sides)} runs compared"
     parts = [f"# Partial rollout: {compared}", *(f"**{caution}.**" for caution in cautions(comparison))]
     parts += [*findings(comparison), "![timeline](timeline.png)"]
@@ -84,7 +90,7 @@ def report_console(comparison: Comparison) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """The tables of a report; each row has a note that says what it is."""
+    """Return the tables of a report, in order."""
     return [
         _runs(comparison),
         *_validations(comparison),
@@ -95,7 +101,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _runs(comparison: Comparison) -> Table:
-    """A line a run."""
+    """Return the table with a line for each run."""
     table = Table.of("Runs", comparison.sides, [(name, cell) for name, cell, _ in RUN_COLUMNS])
     return replace(table, about=[f"{name}: {it}" for name, _, it in RUN_COLUMNS])
 
@@ -115,7 +121,7 @@ def _steps(side: Side) -> str:
 
 
 def _validations(comparison: Comparison) -> list[Table]:
-    """A line for each data source and kind of score, if a run validates several sources."""
+    """Return a table with a line for each data source and kind of score; no table if there is only one data source."""
     scores = [side.summary.validation.scores for side in comparison.sides]
     found = {(source, kind) for of_run in scores for kind, by_source in of_run.items() for source in by_source}
     if len({source for source, _ in found}) < 2:
@@ -128,7 +134,7 @@ def _validations(comparison: Comparison) -> list[Table]:
 
 
 def _row(label: str, cells: Sequence[str], against: Iterable[str]) -> list[str]:
-    """A label, the base's cell, and that of each other run with its ratio to the base."""
+    """Return a row: label, the base's cell, then for each other run its cell and its cell of ``against``."""
     base, *others = cells
     return [label, base, *chain.from_iterable(zip(others, against, strict=True))]
 

@@ -1,4 +1,4 @@
-"""`timeline.png`: what every replica ran at each moment, one run below the other on one time axis."""
+"""Draw `timeline.png`: the running samples of every replica over time, one run below the other, on one time axis."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
-"""Inches."""
+"""heights of a run's panel and of its trainer's lane, in inches"""
 MAX_ROUND_LABELS = 26
 IDLE_COLOUR, HELD_COLOUR = "#FBF3D0", "#1A1A1A"
 TRAINER_COLOURS = {
@@ -30,7 +30,7 @@ TRAINER_COLOURS = {
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    """A panel a run, and below it the trainer's lane."""
+    """Draw a panel for each run, and below it the lane of its trainer; save the picture at ``path``."""
     sides = comparison.sides
     heights = [PANEL_HEIGHT, LANE_HEIGHT] * len(sides)
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
@@ -60,11 +60,11 @@ def _draw_engines(axes: Axes, side: Side, lanes: Lanes, colour: str) -> None:
     _draw_bars(axes, rollouts, IDLE_COLOUR, "slots empty", yrange=(0, full), zorder=0)
     style = {"step": "post", "linewidth": 0, "antialiased": False, "zorder": 2}
     which = f" (replicas 0 to {settings.replicas - 1}, upwards)" if settings.replicas > 1 else ""
-    # The hue itself and lighter mixes of it, neighbours well apart.
+    # The run's colour for replica 0, and lighter shades of it for the others.
     shades = LinearSegmentedColormap.from_list("", [colour, "white"])(np.linspace(0.0, 0.55, settings.replicas))
     labels = [f"running, {side.name}{which}"]
     axes.stackplot(curve.times - origin, curve.running, colors=shades, labels=labels, **style)
-    # The edge shows holds that are shorter than a pixel.
+    # A line width above 0, so that a hold shorter than a pixel is visible.
     _draw_bars(
         axes, lanes.bars(lanes.held), HELD_COLOUR, "engines held", (0, full),
         zorder=3, linewidth=0.7,
@@ -89,7 +89,7 @@ def _draw_trainer(axes: Axes, lanes: Lanes) -> None:
 def _draw_bars(
     axes: Axes, bars: Bars, colour: str, name: str, yrange: tuple[float, float] = (0, 1), **style: Any
 ) -> None:
-    """Under ``name`` in the legend, if there are any."""
+    """Draw bars; the legend lists ``name`` if there are any."""
     style = {"linewidth": 0, "antialiased": False, **style}
     axes.broken_barh(bars, yrange, color=colour, label=name if bars else None, **style)
 
@@ -103,7 +103,7 @@ def _figures(side: Side) -> str:
 
 
 def _label_rounds(axes: Axes, run: RunRecord) -> None:
-    """The number of each round above its middle, or of every few if there are many."""
+    """Write the step number above the middle of each round, or of every few rounds if there are many."""
     for round_ in run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]:
         middle = (round_.phase.start + round_.phase.end) / 2 - run.start
         style = {"ha": "center", "fontsize": 8, "color": "#555555"}
@@ -111,7 +111,7 @@ def _label_rounds(axes: Axes, run: RunRecord) -> None:
 
 
 def _draw_legend(figure: Figure) -> None:
-    """List each name that is drawn, once."""
+    """Draw a legend that lists each name once."""
     drawn = [axes.get_legend_handles_labels() for axes in figure.axes]
     by_name = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
     figure.legend(

@@ -1,4 +1,4 @@
-"""Figures formatted for reading; `-` if one is unknown."""
+"""Functions that format numbers for reading; each returns `-` for None."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ UNKNOWN = "-"
 
 
 def _known(words: Callable[[Any], str]) -> Callable[[Any], str]:
-    """`words` of a figure, which may be None."""
+    """Return a function that formats by `words`, and returns `-` for None."""
     return lambda value: UNKNOWN if value is None else words(value)
 
 
@@ -25,13 +25,13 @@ def seconds(value: float) -> str:
 
 
 kilo_seconds = _known(lambda value: seconds(1000 * value))
-"""Of a thousand, from the seconds of one."""
+"""formats the time of 1,000 units; its argument is the seconds of one"""
 pair = _known(lambda value: " / ".join(map(count, value)))
 shares = _known(lambda value: " / ".join(map(share, value)))
 
 
 def hours(value: float) -> str:
-    """Of seconds, as `h:mm`."""
+    """Format seconds as `h:mm`."""
     hours, minutes = divmod(round(value / 60), 60)
     return f"{hours}:{minutes:02}"
 
