@@ -146,7 +146,7 @@ class Audit:
         sizes, ended = lineage.settings, lineage.ended
         # ``trainer.total_training_steps`` may be more than the data suffices for.
         self.sizes = structs.replace(sizes, total=min(sizes.total, sizes.offered))
-        """settings of the process that began last; ``total`` is limited to the prompts that the data has"""
+        """settings of the process that began last, with ``total`` at most ``offered``, the prompts that it may admit"""
         self.offered = max(each.offered for each in processes)
         """most prompts that any process of the training may admit"""
         self.drains = all(each.drains for each in processes)

@@ -300,6 +300,6 @@ def advice(plans: Sequence[Option], bound: int) -> str:
     return (
         f"recommended: partial_rollout.overlap={found.overlap:g}, max_staleness={bound}: {found.time:.2f} of noPR's {what} "
         f"time; {why}. The price is a mean staleness of {found.forecast.staleness_mean:.2f}: the reward "
-        "curve lags noPR's by about as many steps, and the lag does not grow. Let the learning rate decay if it is "
+        "reaches noPR's values about as many steps later (once, not at each step). Let the learning rate decay if it is "
         "near the highest at which noPR is stable (docs/learning.md)"
     )

@@ -56,7 +56,7 @@ def build_model(seed: int) -> Qwen3VLForConditionalGeneration:
 def save_processor(folder: Path) -> None:
     """Write the settings of the image and the video processor, which turn pictures into the model's input.
 
-    They are written as text, because transformers cannot load a video processor, and save it, without torchvision.
+    They are written as text, because transformers cannot load a video processor without torchvision.
     """
     sizes = {"patch_size": CELL, "temporal_patch_size": 2, "merge_size": MERGE}
     scale = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

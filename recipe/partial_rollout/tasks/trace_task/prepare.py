@@ -1,8 +1,7 @@
 """``python -m recipe.partial_rollout.tasks.trace_task.prepare --out DIR --shape 0.6b``: random weights, budgeted prompts.
 
 Writes ``DIR/model`` (Qwen3 of the chosen shape, random weights, a synthetic tokenizer of exactly its vocabulary) and
-``DIR/data/{train,val}.parquet`` in verl's schema. Budgets are lognormal. All samples
-of a prompt have its budget.
+``DIR/data/{train,val}.parquet`` in verl's schema. Budgets are lognormal. All samples of a prompt have its budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Findings about this machine, and what it lacks for a run. A fault comes before the faults that it causes."""
+"""Findings about this machine, in the order in which a user should act on them, and what it lacks for a run."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class LengthTrace:
             median, mean: of the distribution before the cut.
 
         Raises:
-            ValueError: the mean is not above the median, as it is in every lognormal distribution.
+            ValueError: the mean is not above the median; every lognormal distribution has a mean above its median.
         """
         if not 0 < median < mean:
             raise ValueError(f"lognormal lengths need 0 < median < mean, not median {median:g} and mean {mean:g}")

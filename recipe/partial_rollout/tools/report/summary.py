@@ -190,8 +190,8 @@ class Summary:
 
     @metric("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
     def wall_s_per_trained_token(self) -> float | None:
-        """Time from the first batch to the last, for 1,000 trained tokens. It includes validation, checkpoints and the
-        pauses before resumes. Compare placements by it."""
+        """Seconds from the first batch to the last per trained token; the table shows 1,000 tokens. It includes
+        validation, checkpoints and the pauses before resumes. Compare placements by it."""
         first, *later = self.run.steps
         tokens = sum(group.tokens for step in later for group in step.round.trained)
         return ratio(self.run.rounds[-1].phase.end - first.round.phase.end, tokens)
@@ -224,13 +224,13 @@ class Summary:
 
     @metric("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def rollout_s_per_trained_token(self) -> float | None:
-        """Time of rollout for 1,000 trained tokens, without the first step after each start, whose engines are cold.
-        Not given under separate placement, where the whole run is rollout."""
+        """Seconds of rollout per trained token (the table: per 1,000), without the first step after each start, whose
+        engines are cold. Not given under separate placement, where the whole run is rollout."""
         return None if self.run.settings.separate else self._per_trained_token("gen")
 
     @metric("step per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:
-        """Time of whole steps for 1,000 trained tokens, without the first step after each start."""
+        """Seconds of whole steps per trained token (the table: per 1,000), without the first step after each start."""
         return self._per_trained_token("step")
 
     def _per_trained_token(self, timer: str) -> float | None:
