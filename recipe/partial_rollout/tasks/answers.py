@@ -20,9 +20,9 @@ from verl.utils.reward_score.math_reward import is_equiv
 
 GSM8K = "openai/gsm8k"
 EXPRESSIONS = ("deepscaler", "deepmath", "amc_2023", "math_500")
-"""``data_source`` of the data sets whose answers are LaTeX expressions"""
+"""sources of ``tools data`` whose answers are expressions"""
 NO_ANSWER = "[no answer]"
-"""``pred`` of a response without an answer: not None, because verl computes no majority if a ``pred`` is missing"""
+"""``pred`` of a response without an answer: a string, because verl computes no majority where one is missing"""
 
 
 def compute_score(

@@ -1,6 +1,6 @@
 """A calculator for models that write arithmetic, as GSM8K's solutions do.
 
-Name it in the file of verl's ``multi_turn.tool_config_path``, as ``conf/tools/arithmetic_tool.yaml`` does::
+In verl's ``multi_turn.tool_config_path`` (``conf/tools/arithmetic_tool.yaml``)::
 
     tools:
       - class_name: recipe.partial_rollout.tasks.arithmetic.Arithmetic
@@ -18,18 +18,13 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UAdd, ast.USub)
-"""allowed operators; no powers and shifts, whose results could take very long to compute"""
+"""without powers and shifts: a long expression of the others is still computed in no time"""
 _EXPRESSION = re.compile(r"[0-9.+\-*/%() ]{1,200}")
 _ALLOWED = "numbers, + - * / // % and parentheses, at most 200 characters"
 
 
 def calculator(does: str, expression: str) -> OpenAIFunctionToolSchema:
-    """Return the schema of a tool named `calculator` with one string parameter, `expression`.
-
-    Args:
-        does: description of the tool.
-        expression: description of the parameter.
-    """
+    """The schema of a tool `calculator` that ``does`` something with its parameter, an ``expression``."""
     parameters = {
         "type": "object",
         "properties": {"expression": {"type": "string", "description": expression}},
@@ -40,7 +35,7 @@ def calculator(does: str, expression: str) -> OpenAIFunctionToolSchema:
 
 
 class Arithmetic(BaseTool):
-    """A tool of verl's kind ``BaseTool`` that computes its parameter ``expression`` with simpleeval."""
+    """verl's ``BaseTool``; its parameter ``expression`` is computed by simpleeval."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         schema = calculator(f"Computes an arithmetic expression: {_ALLOWED}.", "such as 48/2 + 48")
@@ -50,7 +45,7 @@ class Arithmetic(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
-        """Return the value as text, with 12 digits if it is no integer; or an error text that the model reads."""
+        """The value, to 12 digits if it is no integer; or what is wrong with the expression."""
         return ToolResponse(text=self._answer(str(parameters["expression"]))), 0.0, {}
 
     def _answer(self, expression: str) -> str:

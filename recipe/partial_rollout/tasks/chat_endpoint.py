@@ -27,11 +27,11 @@ Messages = list[dict[str, Any]]
 
 _READ = ("messages", "tools", "max_tokens", "max_completion_tokens", "model", "user", "metadata")
 _ONLY = {"stream": False, "store": False, "n": 1, "tool_choice": "auto", "parallel_tool_calls": True}
-"""request parameters that are accepted only with this value"""
+"""parameters that may be given with this value"""
 
 
 class ChatError(ValueError):
-    """A request is refused: the client gets an error with this message, code and HTTP status."""
+    """A request that gets an error instead of a completion."""
 
     def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
         super().__init__(message)
@@ -40,19 +40,18 @@ class ChatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation so far, as messages and as token ids; ``prompt_ids`` are the tokens before its first answer."""
+    """A conversation so far, in messages and in tokens; ``prompt_ids`` end where its first answer begins."""
 
     messages: Messages
     tools: Any
     rewritten: bool
-    """whether its first request contains assistant messages that neither the endpoint wrote nor earlier conversations
-    began with"""
+    """whether it begins with answers that the endpoint has not given"""
     prompt_ids: list[int]
     response_ids: list[int]
     mask: list[int]
     log_probs: list[float] | None
     before: str = ""
-    """id of the completion that it continues; "" if it continues none"""
+    """id of the completion that it goes on from; "": it begins here"""
 
     @property
     def question(self) -> str:
@@ -78,7 +77,7 @@ class ChatEndpoint:
     def __init__(self, loop: AgentLoopBase, sampling_params: dict[str, Any]) -> None:
         self._loop, self._sampling_params = loop, sampling_params
         self._conversations: dict[str, Conversation] = {}
-        """conversations by the id of their last completion, oldest first"""
+        """by id of the completion that ends it"""
         self._numbers, self._name = itertools.count(), secrets.token_hex(16)
         self._full = False
         self._error: Exception | None = None
@@ -116,8 +115,7 @@ class ChatEndpoint:
         return web.json_response({"error": words}, status=known.status, headers={"x-should-retry": "false"})
 
     async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the completion for ``request``, both in the format of the API; a client in this process may call it
-        directly."""
+        """The answer to ``request``, both as the API has them; a client in this process may call it."""
         for key, value in request.items():
             if key not in _READ and value is not None and (key not in _ONLY or value != _ONLY[key]):
                 why = "an answer comes whole and once, sampled as the agent loop's sampling_params say"
@@ -157,7 +155,7 @@ class ChatEndpoint:
         }
 
     async def _conversation(self, messages: Messages, tools: Any) -> Conversation:
-        """Return the conversation that ``messages`` continue, with these messages added, or a new one."""
+        """The conversation that ``messages`` are: one that goes on, or a new one."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ChatError("messages: the last must be a question (there is none, or it is the assistant's)")
         like = {name: each for name, each in self._conversations.items() if each.tools == tools}
@@ -265,7 +263,7 @@ def _plain(messages: Any) -> Messages:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a tool call as a dict; the unchanged text if it is no JSON object, as verl does."""
+    """Arguments of a tool call as chat templates read them; the model's own text where it is no JSON object, as in verl."""
     try:
         arguments = json.loads(text)
     except ValueError:

@@ -50,11 +50,11 @@ class _Row:
 
 
 class CompactingLoop(AgentLoopBase):
-    """Lets the model guess operators and answers its calls with their values, as verl's tool loop does on this task.
+    """Guesses operators and asks for the value, as verl's tool loop does on this task.
 
     Args:
-        budget: number of response tokens at which a row is full.
-        args, more: arguments of verl's ``AgentLoopBase``.
+        budget: response tokens after which a row is full.
+        args, more: verl's.
     """
 
     def __init__(self, *args: Any, budget: int = 80, **more: Any) -> None:
@@ -62,7 +62,7 @@ class CompactingLoop(AgentLoopBase):
         self._budget = budget
 
     async def run(self, sampling_params: dict[str, Any], **columns: Any) -> list[AgentLoopOutput]:  # type: ignore[override]
-        """Return one output for each context, which becomes a row of the batch."""
+        """Return a row for each context."""
         problem, name = await self.ct_build_initial_tokens(list(columns["raw_prompt"])), uuid4().hex
         tokenizer: Any = self.tokenizer
         rows = [_Row(problem)]

@@ -1,18 +1,19 @@
-"""Write an embedded task without a download: `model/`, `data/train.parquet`, `data/val.parquet` and `manifest.json`.
+"""An embedded task: `model/`, `data/train.parquet`, `data/val.parquet` and `manifest.json`, without a download.
 
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task           unpack the warm start
     python -m recipe.partial_rollout.tasks.ready_start --out outputs/quickstart/task --train   train it anew, 4 minutes
 
 The task is `clock10`; `--task calculator` and `--task pictures` are the others. The folder is complete or absent:
-everything is written to another folder beside it, which is renamed at the end. Its manifest has the parameters and a
-fingerprint of the task's sources; a call that would write the same manifest does nothing. The weights that ship are
-unpacked only if they were packed with the same manifest. After a change of the task's sources, or with another
-parameter, the command trains. A folder with unpacked weights has a file `ready_start.json`.
+everything is written beside it and renamed at the end. Its manifest has the parameters and a fingerprint of the task's
+sources; a call that would write the same manifest does nothing. Weights are unpacked only if they were packed with that
+manifest; after a change of the task's sources, or with another parameter, the command trains. `ready_start.json` in the
+folder says that its weights were unpacked.
 
 Only weights are stored; data, tokenizer and config come from the sources. Each matrix is stored in int8 with a float32
 scale per row, each vector in float32: for `clock10` 0.59 MB instead of 2.40 MB (`tests/generated.py` packs them). So the
-unpacked weights differ a little from the trained ones: by at most 1/254 of the largest weight in the row, which is
-0.0042 or less in the text tasks. `tests/studies/results/log.md` says how that changes the policy.
+unpacked weights are not the trained ones. No weight is off by more than 1/254 of the largest in its row; in the tasks of
+text that is 0.0042 at most.
+`tests/studies/results/log.md` says what that does to the policy.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ import numpy as np
 TASKS = ("clock10", "calculator", "pictures")
 """packages of the tasks; a task uses the first one's module if its own package lacks it"""
 _NOT_FROZEN = "tool.py"
-"""the only module of a task's package on which the weights do not depend; the fingerprint leaves it out"""
+"""the one module of a package that its weights do not depend on"""
 MANIFEST = "manifest.json"
 ORIGIN = "ready_start.json"
 """file in the folder that names the packed file of its weights, and the largest error of a weight"""
 SCALE = ":scale"
-"""suffix of the name of a matrix's scales, float32 `[rows, 1]`; the matrix itself is stored as int8 `[rows,
-columns]`"""
+"""ends the name of a matrix's scales: float32 `[rows, 1]`, for its int8 levels `[rows, columns]`"""
 
 Weights = dict[str, np.ndarray]
 """float32 tensors by their name in the model"""
@@ -68,9 +68,9 @@ TINY = Parameters(steps=60, train_rows=32, val_rows=8)
 
 
 def source_fingerprint(task: str) -> str:
-    """Return a SHA-256 over the names and the code of the modules that the task's folder depends on.
+    """A SHA-256 over the names and the code of the modules that the task's folder depends on.
 
-    Docstrings, comment lines and blank lines are left out: a change of them does not make the packed weights outdated.
+    Docstrings, lines of comment and blank lines are left out, so that better words do not make the weights outdated.
     """
     digest = hashlib.sha256()
     for package in dict.fromkeys((TASKS[0], task)):
@@ -81,8 +81,7 @@ def source_fingerprint(task: str) -> str:
 
 
 def _code_lines(source: str) -> str:
-    """Return the lines of a module that are code. They are text, because syntax trees differ between Python's
-    releases."""
+    """The lines of a module that are code: no syntax tree, which differs between Python's releases."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -92,12 +91,12 @@ def _code_lines(source: str) -> str:
 
 
 def packed_file(task: str) -> Path:
-    """Return the path of the packed warm start that ships for `task`."""
+    """The warm start that ships for `task`."""
     return Path(__file__).parent / "ready" / f"{task}_seed0.npz"
 
 
 def restore(stored: dict[str, Any]) -> Weights:
-    """Return float32 weights from the arrays of a packed file."""
+    """The weights of a package file."""
     return {
         name: part * stored[name + SCALE] if name + SCALE in stored else part
         for name, part in stored.items()
@@ -106,7 +105,7 @@ def restore(stored: dict[str, Any]) -> Weights:
 
 
 def read_packed(file: Path) -> tuple[Weights, dict[str, Any], float]:
-    """Return the weights, the manifest with which they were packed, and the largest error of a weight."""
+    """Weights, the manifest that they were packed with, and their largest error."""
     with np.load(file, allow_pickle=False) as archive:
         stored = dict(archive)
     manifest, error = json.loads(str(stored.pop("manifest"))), float(stored.pop("largest_error"))
@@ -121,11 +120,7 @@ def manifest_of(task: str, parameters: Parameters) -> dict[str, Any]:
 def make_task(
     out: Path, parameters: Parameters, *, task: str = "clock10", file: Path | None = None, train: bool = False
 ) -> str:
-    """Bring the folder `out` up to date; return as text what was done.
-
-    Args:
-        file: packed weights; None: those that ship. They are used if their manifest is the one to write.
-        train: train in any case, and use no packed weights.
+    """Bring `out` up to date, from `file` where that fits and `train` does not forbid it; return what was done, in words.
 
     Raises:
         ValueError: `out` exists and is not a folder of an embedded task.
@@ -201,7 +196,7 @@ def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | N
 
 
 def _module(task: str, name: str) -> Any:
-    """Import the module `name` of `task`; that of clock10 if the task has none of its own."""
+    """The module `name` of `task`."""
     own = f"{__package__}.{task}.{name}"
     return import_module(own if find_spec(own) else f"{__package__}.{TASKS[0]}.{name}")
 

@@ -22,11 +22,10 @@ from recipe.partial_rollout.preflight.inputs import INSTALL_REASONING_GYM
 
 
 def problems(task: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield question and ground truth of one problem after another, without end.
+    """Question and ground truth of one problem after another, without end.
 
     Raises:
-        ValueError: package or task are missing, the options are wrong, or an entry cannot be written; the message is
-            one line.
+        ValueError: package or task are missing, the options do not hold, or an entry cannot be written; in one line.
     """
     data = _data(task, json.dumps(options))
     for index in itertools.count():
@@ -47,15 +46,13 @@ def compute_score(
     untagged: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Score a response by the library's ``score_answer`` of the text in its last ``<answer>``; may give partial credit.
-
-    The signature is that of verl's ``custom_reward_function``.
+    """verl's ``custom_reward_function``: ``score_answer`` of the text in the last ``<answer>``, with its partial credit.
 
     Args:
-        untagged: take a whole response without the tag as the answer, for models that do not learn to write the tag.
+        untagged: a response without the tag is an answer as it stands; for models that do not learn to write it.
 
     Returns:
-        ``score``, 0 to 1, and ``acc``, 1 if the score is 1, else 0. An answer on which the library raises scores 0.
+        ``score``, 0 to 1, and ``acc``, 1 for a whole answer. An answer that the library fails on scores 0.
     """
     task, options, entry = ast.literal_eval(ground_truth)
     data = _data(task, json.dumps(options))
@@ -85,7 +82,7 @@ def _data(task: str, options: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with numpy's numbers and strings replaced by Python's."""
+    """``value`` with Python's own numbers and strings in place of numpy's."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):

@@ -35,7 +35,7 @@ TOOLS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one tool; return its exit code."""
+    """Run one tool; its exit code."""
     parser = argparse.ArgumentParser(
         prog=typed(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,13 +46,13 @@ class Entry:
     masked: int
     """number of masked samples"""
     staleness: int
-    """largest staleness of a trained sample"""
+    """largest of a trained sample"""
     faults: tuple[str, ...]
-    """violations that can be seen in this round alone, a line each"""
+    """violations that the round shows by itself"""
 
     @classmethod
     def of(cls, round_: Round, settings: RunSettings) -> Entry:
-        """Make the entry of a round; ``settings`` are those of the process that ran it."""
+        """A round, judged by the ``settings`` in force."""
         groups = round_.trained
         return cls(
             round_.step,
@@ -70,7 +70,7 @@ class Entry:
 
 
 def _faults(round_: Round, settings: RunSettings) -> Iterator[str]:
-    """Yield the violations of a round and its groups under ``settings``, a line each."""
+    """Violations of a round and its groups under ``settings``, a line each."""
     step, version = round_.step, round_.version
     if (latest := round_.phase.column("version").max(initial=-1)) > version:
         yield f"the round of step {step} under version {version} has engine calls of version {latest}"
@@ -161,12 +161,12 @@ class Audit:
         self.trained = {prompt for entry in self.entries for prompt in entry.trained}
         self.filtered = {prompt for entry in self.entries for prompt in entry.filtered}
         self.undone = sum(len(entry.trained) for entry in lineage.undone)
-        """number of trained groups that resumes have undone"""
+        """trained groups that resumes have undone"""
         self._consumed = self.trained | self.filtered
         self._unseen = len(self.unlogged) * (self.offered if sizes.filters else sizes.batch_groups)
-        """number of prompts that the unlogged steps may have consumed, at most"""
+        """prompts that unlogged steps may have consumed"""
         self.max_staleness = max((entry.staleness for entry in self.entries), default=0)
-        """largest staleness of a trained sample, in versions"""
+        """the largest of a trained sample, in versions"""
         self.lost = self.repeated = 0
         self.violations = [
             f"a resumed run changed {key} from {getattr(before, key)} to {getattr(now, key)}"
@@ -234,7 +234,7 @@ class Audit:
                 self.violations.append(f"prompts {owners[mark]} and {prompt} have the same {what}")
 
     def _judge_holes(self) -> None:
-        """Check for skipped prompts: prompts are admitted in order, so a skipped one will never be admitted."""
+        """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
         if self.unlogged or (self.drained and not self.sizes.filters):
             return
         indices = set(map(self._index, filter(self._knows, self.admitted | self._consumed)))
@@ -266,7 +266,7 @@ class Audit:
 
     @property
     def drained(self) -> bool:
-        """Whether the training is complete and no prompt may be left in flight."""
+        """Whether nothing may be in flight: the training is complete and drains."""
         kept = len(self.admitted - self.filtered)
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)
@@ -288,7 +288,7 @@ class Audit:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """Return the counts as text, one a line."""
+        """The figures, one a line."""
         sizes, ended = self.sizes, ": the data could not fill another batch" if self.exhausted else ""
         rows = {
             "arm": sizes.arm,
@@ -313,10 +313,10 @@ class Audit:
 
 
 def audit(run_dir: Path) -> tuple[Audit, int]:
-    """Audit the run in ``run_dir``. Return the audit, and the number of log lines that a dying process cut off.
+    """The judged account of the run in ``run_dir``, and how many lines of it were cut off by a dying process.
 
     Raises:
-        RunRecordError: the log cannot be read, or is of a noPR run; the message names the file and line.
+        RunRecordError: it cannot be read, or is of noPR; names the file and line.
     """
     cut_off: list[str] = []
     events = read_log(run_dir, cut_off)
@@ -329,7 +329,7 @@ def audit(run_dir: Path) -> tuple[Audit, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table and the violations; return the exit code that the module docstring lists."""
+    """Print the table and the violations; the exit code of the module docstring."""
     parser = Parser(
         typed("audit"),
         "Check that a run trained every prompt exactly once, within the staleness bound, with all its samples.",

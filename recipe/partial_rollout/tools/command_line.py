@@ -1,4 +1,4 @@
-"""The layout of a tool's ``--help``: one sentence on what it does, more about it, options with defaults, examples."""
+"""The layout of a tool's ``--help``: what the tool does, then how, then options with their defaults, then examples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 HERE = "recipe.partial_rollout.tools"
 _COMMAND = "partial-rollout"
-"""name of the console script, which verl_ext/command.py implements"""
+"""the console script of verl_ext/command.py"""
 _WIDTH = 110
-"""characters in a line of the description"""
+"""characters of a line"""
 
 
 def typed(name: str = "") -> str:
-    """Return the command that runs tool ``name``: the console script if it started this process, else ``python -m``."""
+    """Return what a user types to run tool ``name``: the console script's way if that is how this process was started."""
     if Path(sys.argv[0]).name != _COMMAND:
         return f"python -m {HERE} {name}".rstrip()
     between = "" if sys.argv[1:2] == [name] else "tools "
@@ -24,7 +24,7 @@ def typed(name: str = "") -> str:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keep the line breaks of description and examples; end an option's help with its default, if it has one."""
+    """Keeps lines of description and examples, and ends the help of an option with its default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
@@ -34,10 +34,10 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command, and of its subcommands.
 
     Args:
-        prog: the command that a user types.
-        does: one sentence that says what the command does.
-        examples: arguments of example calls; each becomes a line of the help, after ``prog``.
-        more: a second paragraph.
+        prog: what a user types.
+        does: one sentence.
+        examples: arguments of the command, one line each.
+        more: a paragraph below the sentence.
     """
 
     def __init__(self, prog: str, does: str, examples: Sequence[str], more: str = "") -> None:

@@ -14,7 +14,7 @@ from recipe.partial_rollout.tools.command_line import Parser, typed
 
 
 def default(declared: Key) -> str:
-    """Return the default as a config file would write it."""
+    """The default as a config file would write it."""
     value = declared.default
     if value is None:
         return "null"

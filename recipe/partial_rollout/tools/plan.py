@@ -36,7 +36,7 @@ recommended"""
 TESTED_BOUND = 8
 """largest ``max_staleness`` of those runs"""
 WORTH = 0.05
-"""share of time (0 to 1) that a larger overlap must save to be worth its staleness"""
+"""share of time that more overlap must save to be worth its staleness"""
 
 
 def _of(kind: Any, allowed: str) -> Callable[[str], Any]:
@@ -104,7 +104,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan and return 0; return 2 after one line if input is missing or cannot be trusted."""
+    """Print the plan; exit code 2 if input is missing or cannot be trusted."""
     options = parser().parse_args(arguments)
     try:
         record = load_run(options.run_directory) if options.run_directory else None
@@ -177,11 +177,7 @@ def _keys_of(record: RunRecord | None) -> dict[str, Any]:
 
 
 def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, str]:
-    """Return the engine curve, and its origin as text.
-
-    Args:
-        given: ``--curve``.
-    """
+    """The curve, and where it comes from."""
     if given is not None:
         curve = PRESETS.get(given) or EngineCurve.load(Path(given))
         return curve, f"ASSUMED ({given}), not measured: the forecast is as good as the assumption"
@@ -207,10 +203,10 @@ def plans_of(
     overlaps: Sequence[float],
     outside_s: float | None,
 ) -> list[Option]:
-    """Forecast noPR, and PR at each of ``overlaps`` up to ``max_staleness``; noPR is the first option.
+    """noPR, and PR at each of ``overlaps`` that the bound on staleness allows.
 
     Args:
-        outside_s: seconds of a step outside rollout, per trained token; None if not known.
+        outside_s: seconds of a step outside rollout for each trained token.
     """
     base = forecast(baseline(settings), cluster, lengths)
     within = [overlap for overlap in sorted(overlaps) if overlap <= settings.max_staleness]
@@ -236,7 +232,7 @@ def _describe(cluster: Cluster, lengths: LengthTrace, source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A row of the plan: noPR (``overlap`` 0), or PR at an overlap. Times are per trained token, divided by noPR's."""
+    """noPR, whose ``overlap`` is 0, or PR at an overlap. Times are for equal work, relative to noPR's."""
 
     overlap: float
     forecast: Forecast
@@ -257,12 +253,12 @@ class Option:
 
     @property
     def time(self) -> float:
-        """Relative time of a whole step; of its rollout if the step's is not known."""
+        """Relative time of a step, or of its rollout if that of a step is not known."""
         return self.rollout if self.step is None else self.step
 
 
 def plan_table(plans: Sequence[Option]) -> Table:
-    """Return the table of the plan, with a row for each of ``plans``."""
+    """A row for each of ``plans``."""
     columns = [
         ("", lambda plan: f"PR, overlap {plan.overlap:g}" if plan.overlap else "noPR"),
         ("rollout, s", lambda plan: f"{plan.forecast.round_s:,.1f}"),
@@ -277,7 +273,7 @@ def plan_table(plans: Sequence[Option]) -> Table:
 
 
 def advice(plans: Sequence[Option], bound: int) -> str:
-    """Return the recommendation as text: the smallest overlap that no larger one beats by ``WORTH``.
+    """The recommendation: the smallest overlap that no larger one beats by ``WORTH``.
 
     Args:
         bound: ``max_staleness``.
@@ -300,6 +296,6 @@ def advice(plans: Sequence[Option], bound: int) -> str:
     return (
         f"recommended: partial_rollout.overlap={found.overlap:g}, max_staleness={bound}: {found.time:.2f} of noPR's {what} "
         f"time; {why}. The price is a mean staleness of {found.forecast.staleness_mean:.2f}: the reward "
-        "reaches noPR's values about as many steps later (once, not at each step). Let the learning rate decay if it is "
-        "near the highest at which noPR is stable (docs/learning.md)"
+        "reaches noPR's values about as many steps later (once, not at each step). Let the learning rate decay if it "
+        "is near the highest at which noPR is stable (docs/learning.md)"
     )

@@ -1,7 +1,8 @@
-"""Read one run back from its directory.
+"""One run, read back from its directory.
 
-A step counts if it has both a round in ``run.jsonl`` and timers in ``metrics.jsonl``; a crash can leave a step with one
-of them only. If a resumed run repeats steps, the last attempt counts. A warning names the steps that are left out.
+A step counts if it has both its round (``run.jsonl``) and its timers (``metrics.jsonl``): a run that crashed between the
+two has not trained that step. If a resumed run repeats steps, the last attempt counts. A warning names everything that is
+left out.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class StepMetrics(Struct, frozen=True):
 
 
 def read_metrics(path: Path, warnings: list[str]) -> list[StepMetrics]:
-    """Return the lines of verl's file log, in order.
+    """The lines in order.
 
     Args:
-        warnings: a line is appended to it if the file's last line is torn.
+        warnings: gets a line if the last one is torn.
 
     Raises:
-        RunRecordError: the file cannot be read, or a line holds no metrics; the message names it.
+        RunRecordError: the file cannot be read, or a line holds no metrics; names it.
     """
     found = []
     for _, line in iter_lines(path, StepMetrics, warnings):
@@ -57,7 +58,7 @@ class Step:
         return self.round.step
 
     def seconds(self, phase: str) -> float:
-        """Return verl's timer ``timing_s/{phase}`` in seconds; 0 if the step has no such phase."""
+        """verl's timer of that name; 0 if the step has no such phase."""
         return self.metrics.get(f"timing_s/{phase}", 0.0)
 
     @property
@@ -68,15 +69,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. ``steps`` is not empty, and ascends by step number, each number once."""
+    """One run. ``steps`` are ascending, at least one, each number once."""
 
     directory: str
     settings: RunSettings
-    """settings of the process that began last"""
+    """of the process that began last"""
     complete: bool
     """whether the training reached its end"""
     cold: set[int]
-    """numbers of the first step of each process, in which its engines compile"""
+    """the first step of each process"""
     steps: list[Step]
     phases: list[Phase]
     warnings: list[str]
@@ -87,7 +88,7 @@ class RunRecord:
 
     @property
     def start(self) -> float:
-        """Start of the first round, in unix seconds."""
+        """Unix seconds, of the first round."""
         return self.steps[0].round.phase.start
 
     @property
@@ -106,20 +107,20 @@ class RunRecord:
 
     @property
     def calls(self) -> CallColumns:
-        """Engine calls of all rounds; each access joins them again."""
+        """Engine calls of all rounds; joined anew each time."""
         return CallColumns.joined(round_.phase.calls for round_ in self.rounds)
 
     @property
     def trained_groups(self) -> list[TrainedGroup]:
-        """Trained groups of all steps, in the order in which they were trained."""
+        """Groups in training order."""
         return [group for step in self.steps for group in step.round.trained]
 
 
 def load_run(directory: Path) -> RunRecord:
-    """Read the run in ``directory``.
+    """The run in ``directory``.
 
     Raises:
-        RunRecordError: a file is missing or cannot be read, or no step is complete; the message names file and line.
+        RunRecordError: a file is missing or cannot be read, or no step is complete; names the file and line.
     """
     if not directory.is_dir():
         raise RunRecordError(

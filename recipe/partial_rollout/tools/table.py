@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 _UNLIMITED = 10_000
-"""width in characters if the output is a file or a pipe: no line is broken"""
+"""characters of a line in a file or a pipe"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,7 @@ class Table:
 
     @classmethod
     def of(cls, title: str, rows: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Self:
-        """Make a table with a line for each of ``rows``; ``columns`` are pairs: name, function that returns a row's
-        cell."""
+        """A line for each of ``rows``; ``columns``: what each is called, and its cell of a row."""
         return cls(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
     def markdown(self) -> str:
@@ -39,7 +38,7 @@ class Table:
         )
 
     def console(self) -> str:
-        """Return aligned columns; in a terminal that is too narrow, text wraps within its cell."""
+        """Aligned columns; a terminal that is too narrow for the table has lines broken within cells."""
         console = Console(width=None if sys.stdout.isatty() else _UNLIMITED)
         with console.capture() as captured:
             console.print(self._shown())

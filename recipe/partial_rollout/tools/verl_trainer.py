@@ -11,10 +11,10 @@ from recipe.partial_rollout.main_ppo import end_in_one_line, in_one_line
 
 
 def run(config: DictConfig) -> None:
-    """Make the recipe's checks, then call verl's entry point.
+    """verl's entry point, with the recipe's checks before.
 
     Raises:
-        ConfigError: a check failed, before Ray starts; the message is one line.
+        ConfigError: before Ray starts, in one line.
     """
     # These trainers read none of the recipe's keys; verl's command refuses a config that asks for its rollout.
     config.partial_rollout.enable = False
@@ -25,7 +25,7 @@ def run(config: DictConfig) -> None:
 
 @hydra.main(config_path=str(CONF_DIR), config_name="recipe", version_base=None)
 def main(config: DictConfig) -> None:
-    """Run; an error ends the process with one line on the terminal, as in ``main_ppo``."""
+    """Run, and end in one line on the terminal, as ``main_ppo`` does."""
     end_in_one_line(run, config)
 
 

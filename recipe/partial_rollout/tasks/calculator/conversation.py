@@ -81,8 +81,7 @@ def _answered(value: str) -> str:
 
 
 def own_turns(ids: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the token ids `[conversations, tokens]`: true for the model's own, with the ends of its
-    turns."""
+    """Return which of the token ids `[conversations, tokens]` the model says itself, the ends of its turns included."""
     begun = torch.zeros_like(ids)
     begun[:, 2:] = (ids == VOCABULARY.index("assistant")).cumsum(1)[:, :-2]
     ended = torch.zeros_like(ids)
@@ -92,7 +91,7 @@ def own_turns(ids: torch.Tensor) -> torch.Tensor:
 
 
 def mute_the_tool(model: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-    """Forward hook of a model: cut the gradient of tokens that the model does not write, such as the tool's turns."""
+    """Forward hook of a model: no gradient from what the tool says, or from the frame of its turn."""
     own = own_turns(keywords["input_ids"])
     # Logits at a position are those of the next token.
     own = torch.cat([own[:, 1:], own[:, -1:]], dim=1)

@@ -1,4 +1,4 @@
-"""The calculator as a tool for verl: a pure function that waits before it answers, to imitate a sandbox."""
+"""The calculator as verl's tool: a pure function that takes its time, as a sandbox does."""
 
 import asyncio
 import random
@@ -12,12 +12,10 @@ from recipe.partial_rollout.tasks.calculator.conversation import evaluate
 
 
 class Calculator(BaseTool):
-    """A tool of verl's kind ``BaseTool`` with a lognormal latency.
-
-    Its ``config`` has ``tool_latency: {median_s, sigma}``: the median in seconds, and sigma of the logarithm.
+    """verl's ``BaseTool``; its ``config`` has ``tool_latency: {median_s, sigma}``, of a lognormal.
 
     Raises:
-        ValueError: ``median_s`` or ``sigma`` is below 0.
+        ValueError: a latency below 0.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -31,13 +29,12 @@ class Calculator(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], agent_data: Any = None, **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
-        """Return the expression's value after a latency that depends only on the prompt, the turn and the
-        expression."""
+        """The expression's value, after a while that depends on the prompt, the turn and the expression alone."""
         expression = str(parameters["expression"])
         messages = [] if agent_data is None else agent_data.messages
         await asyncio.sleep(self.latency_s(f"{messages[:1]}{len(messages)}{expression}"))
         return ToolResponse(text=evaluate(expression)), 0.0, {}
 
     def latency_s(self, call: str) -> float:
-        """Return the latency in seconds of the call with this text; it is the same in every run."""
+        """Seconds that the call with this text takes: in every run the same."""
         return self._median_s * random.Random(call).lognormvariate(0, self._sigma)

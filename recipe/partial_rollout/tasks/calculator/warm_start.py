@@ -1,4 +1,4 @@
-"""The warm start of the calculator task: clock10's training, on demonstrations of conversations."""
+"""clock10's warm start with the task's own demonstrations."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -16,7 +16,7 @@ ANSWER_MARK = "!"
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of the careful and the sloppy demonstrator, and how sloppy the latter is."""
+    """A demonstrator, and how carelessly it works."""
 
     careful_share: float = 0.30
     """Probability that a response is written by the careful demonstrator."""

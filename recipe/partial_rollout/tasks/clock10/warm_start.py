@@ -69,7 +69,7 @@ def train(
     """Train `model` in place on demonstrations for `problems`.
 
     Args:
-        mixture: the demonstrators.
+        mixture: who demonstrates.
         steps: optimiser steps. The learning rates are at their peaks for half of them, then fall linearly towards 0.
         short_share: share of the steps, at the start, that leave longer demonstrations than `short_length` out.
         short_length: tokens, prompt included.
@@ -149,10 +149,7 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def updater(module: torch.nn.Module, steps: int) -> Callable[[torch.Tensor], None]:
-    """Return a function that updates `module` by a loss, to be called `steps` times.
-
-    Muon updates the matrices inside the layers, AdamW all other weights.
-    """
+    """Return a function that updates `module` by a loss, for `steps` times: Muon inside the layers, AdamW for the rest."""
     matrices = [weight for name, weight in module.named_parameters() if weight.ndim == 2 and "embed" not in name]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in module.parameters() if id(weight) not in inside]

@@ -12,13 +12,13 @@ from recipe.partial_rollout.tasks.pictures.picture import CELL
 from recipe.partial_rollout.tasks.pictures.tokenizer import IMAGE, VIDEO, VISION_END, VISION_START, VOCABULARY
 
 MERGE = 2
-"""A square of this many by this many patches makes one token."""
+"""patches that make one token, on each side"""
 _LIKE_CLOCK10 = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings rms_norm_eps bos_token_id eos_token_id pad_token_id"
 )
 PIXELS = {"shortest_edge": (CELL * MERGE) ** 2, "longest_edge": (8 * CELL * MERGE) ** 2}
-"""smallest and largest number of pixels to which a picture is scaled, under the names that transformers uses"""
+"""least and most pixels to which pictures are scaled"""
 
 
 def build_config() -> Qwen3VLConfig:

@@ -1,6 +1,6 @@
-"""clock10's tokenizer with four tokens for pictures in place of characters that the task does not use.
+"""clock10's tokenizer with four tokens of pictures in place of characters that the task does not use.
 
-All other tokens keep their ids, so clock10's language model can read them.
+So its ids are clock10's, and a language model of that task reads them.
 """
 
 from transformers import PreTrainedTokenizerFast

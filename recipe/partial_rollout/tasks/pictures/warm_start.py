@@ -1,6 +1,6 @@
-"""The supervised warm start, three minutes on a CPU: it adds a vision tower to clock10's warm start.
+"""The supervised warm start, three minutes on a CPU: clock10's warm start is given eyes.
 
-1. The language part begins with the weights of clock10's warm start that ships.
+1. The language part is clock10's, as it ships.
 2. The vision tower learns to turn a picture of a number into that digit's embedding, once for each of the picture's tokens.
 3. The language part learns from demonstrations with pictures. A picture takes six tokens where the text had one digit,
    so without this step the model copies the wrong operands.
@@ -40,9 +40,9 @@ PICTURES = 64
 TOWER_SHARE, LANGUAGE_SHARE = 1 / 3, 1 / 4
 """Optimiser steps of the vision tower and of the language part, as shares of `warm_start`'s `steps`."""
 TOKENS = (SIDE // CELL // MERGE) ** 2
-"""Tokens of a picture, without the two around it."""
+"""Tokens of a picture."""
 DEMONSTRATORS = Mixture(careful_share=0.2, false_accept=0.4)
-"""The demonstrators are less careful than clock10's: the reward begins low, and can rise within a few steps."""
+"""They are less careful than clock10's, so a reward that begins low can rise within a few steps."""
 PLACEHOLDERS = [VOCABULARY.index(token) for token in (IMAGE, VIDEO)]
 MARGIN = 25.0
 """Nats by which placeholders are kept below the likeliest token."""
@@ -82,7 +82,7 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 
 
 def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: random.Random) -> None:
-    """Train the vision tower to output the digit's embedding for each token, and to add 0 to deeper layers."""
+    """Train the vision tower: its tokens are the digit's embedding, and what it adds to deeper layers is nothing."""
     tower: Any = model.model.visual
     embedding: Any = model.get_input_embeddings().weight
     digits, processor = embedding.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]], image_processor()
@@ -99,7 +99,7 @@ def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: rando
 
 
 def _learn_to_copy(model: Qwen3VLForConditionalGeneration, steps: int, batches: Iterator[Batch]) -> None:
-    """Train the language part on demonstrations; the tower, which makes no mistakes by now, is frozen."""
+    """Train the language part on demonstrations; the tower, which reads without a mistake by now, stays as it is."""
     model.model.visual.requires_grad_(False)
     progress = tqdm(islice(batches, steps), desc="warm start", unit="step", total=steps, file=sys.stderr)
     update = updater(model.model.language_model, steps)
@@ -111,8 +111,7 @@ def _learn_to_copy(model: Qwen3VLForConditionalGeneration, steps: int, batches: 
 
 
 def _press_placeholders(model: Qwen3VLForConditionalGeneration, batches: Iterator[Any], rounds: int = 300) -> None:
-    """Fit the head's rows of the placeholders: their logits stay `MARGIN` below the largest, in all states of
-    `batches`."""
+    """Fit the placeholders' rows of the head so that no hidden state of `batches` comes within `MARGIN` of them."""
     with torch.no_grad():
         # The state at a position predicts the next token.
         found = [(model.model(**inputs)[0][:, :-1], labels[:, 1:] != IGNORED) for inputs, labels in islice(batches, 4)]

@@ -1,4 +1,4 @@
-"""The agent loop of the task, whose responses have the length in the prompt's row, and its reward, which is random."""
+"""The agent loop of the task: responses as long as their prompts' rows say, and a score that means nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BudgetedAgentLoop(SingleTurnAgentLoop):
     """``SingleTurnAgentLoop`` that decodes exactly ``extra_info.response_budget`` tokens."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Run ``SingleTurnAgentLoop.run`` with the row's budget; raise ``KeyError`` for a row without one."""
+        """See ``SingleTurnAgentLoop.run``; raises ``KeyError`` for a row without a budget."""
         budget = int(kwargs["extra_info"]["response_budget"])
         params = {**sampling_params, "max_tokens": budget, "ignore_eos": True}
         return await super().run(params, **kwargs)  # type: ignore[reportAbstractUsage]

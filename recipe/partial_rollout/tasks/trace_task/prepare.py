@@ -15,8 +15,7 @@ import numpy as np
 
 VOCABULARY = 151_936
 SPECIAL = ("<pad>", "<|im_end|>", "<unk>", "\n")
-"""the first tokens of the vocabulary; the newline is one, as verl joins the turns of a Qwen3 model with `<|im_end|>`
-and a newline token"""
+"""the first tokens: verl joins the turns of a Qwen3 model with its end of turn and one newline token"""
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -25,14 +24,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def response_budgets(rows: int, median: int, sigma: float, cap: int, seed: int) -> np.ndarray:
-    """Draw lognormal budgets in tokens, int64 [rows], cut off at ``cap``; with ``sigma=0.6`` the 97th percentile is
-    three times ``median``."""
+    """int64 [rows]: lognormal lengths in tokens, cut at ``cap``; with a ``sigma`` of 0.6 p97 is three times ``median``."""
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(lengths, 1, cap).astype(np.int64)
 
 
 def write_model(directory: Path, shape: str, vocabulary: int, seed: int) -> None:
-    """Write a model with random weights in bfloat16, and a tokenizer with ``vocabulary`` entries."""
+    """Random weights in bfloat16 and a tokenizer with ``vocabulary`` entries."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -63,7 +61,7 @@ def write_model(directory: Path, shape: str, vocabulary: int, seed: int) -> None
 
 
 def write_data(path: Path, budgets: np.ndarray, vocabulary: int, seed: int) -> None:
-    """Write one row for each budget: a prompt of 64 random words, and the budget in ``extra_info``."""
+    """One row a budget: 64 random words, and the budget in ``extra_info``."""
     import pandas as pd
 
     words = np.random.default_rng(seed).integers(len(SPECIAL), vocabulary, (len(budgets), 64))

@@ -30,7 +30,7 @@ from recipe.partial_rollout.tools.check.memory import DeviceMemory, ModelSize, c
 from recipe.partial_rollout.tools.command_line import Parser, typed
 
 WRONG, MISSING = 2, 3
-"""exit codes of a check: a setting is refused; only data, model, packages or the machine lack something"""
+"""exit codes of a check: a setting does not hold; all hold, and data, model, packages or the machine lack something"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_all(findings: Iterable[Finding]) -> int:
-    """Print the findings, one a line; return ``MISSING`` if one of them stops every run, else 0."""
+    """Print the findings; return the exit code."""
     stopped = False
     for finding in findings:
         say(finding)
@@ -86,7 +86,7 @@ def check_run(config: DictConfig) -> int:
 def plan(
     config: DictConfig, checked: Checked, model: ModelSize | None, memory: DeviceMemory | None
 ) -> Iterator[Finding]:
-    """Yield lines that describe the run that the config makes; facts that are not known are left out."""
+    """Describe the run that the config makes; what is not known is left out."""
     trainer, data, settings = config.trainer, config.data, checked.settings
     yield Finding("run", f"{trainer.project_name}/{trainer.experiment_name}: {_trainer(config, settings)}")
     size = f"{model.parameters / 1e6:,.1f} M parameters" if model else "size not known: no config.json of a model"
@@ -139,7 +139,7 @@ def _devices(config: DictConfig) -> str:
 
 
 def _prompts(config: DictConfig, checked: Checked) -> str:
-    """Return the numbers of prompts and of steps in an epoch, and the number of prompts that are too long, as text."""
+    """Describe the prompts of the training, and those that are too long."""
     most = config.data.max_prompt_length
     # Loaded with and without the limit: verl also drops rows that the chat template refuses, which are in neither.
     fit, of_any_length = (
@@ -158,7 +158,7 @@ def _prompts(config: DictConfig, checked: Checked) -> str:
 
 
 def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
-    """Return the first prompt as the model reads it, shortened in the middle, and its number of tokens."""
+    """The first prompt as the model reads it, and its length."""
     ids = _ids(config, checked, dataset, 0) if len(dataset) else []
     text = checked.tokenizer.decode(ids)
     parts = [text] if len(text) <= 600 else [text[:200], text[-400:]]
@@ -166,7 +166,7 @@ def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
 
 
 def _ids(config: DictConfig, checked: Checked, dataset: Any, row: int) -> list[int]:
-    """Return the token ids of the prompt of ``row``, with the placeholder tokens of its images."""
+    """Tokens of the prompt of ``row``, with those that stand for its images."""
     content = dataset[row]
     if has_images(content.get(MESSAGES)):
         return processed(config, dataset, content, checked.processor)["input_ids"][0].tolist()

@@ -42,7 +42,7 @@ class Finding(NamedTuple):
     name: str
     text: str
     remedy: str = ""
-    """what the user should do; empty if all is well"""
+    """what to do about it; empty where all is well"""
     stops: bool = False
     """whether no run can start until the user has done so"""
 
@@ -110,7 +110,7 @@ def device() -> Finding:
 
 
 def compiler() -> Finding:
-    """Check for a C compiler and Python's headers: Triton compiles the launchers of its kernels at run time."""
+    """Whether Triton can build the launchers of its kernels, which it does at run time."""
     names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
     found = next(filter(None, map(shutil.which, names)), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"

@@ -1,8 +1,8 @@
-"""Estimate the memory of a device at the two moments at which it is fullest: at an update, and when the engine wakes.
+"""Memory of a device by arithmetic: the sums of what lies on it at an update, and when the engine wakes.
 
-verl's order is (``engine_workers.py``): the optimizer steps, gradients are freed, offloaded state goes to the host, the
-engine maps and fills its weights, then its KV cache. From then on the device holds the engine's whole share
-(``gpu_memory_utilization``) and the trainer state that is not offloaded.
+The order is verl's (``engine_workers.py``): the optimizer steps, gradients are freed, offloaded state goes to the host, the
+engine's weights are mapped and filled, then its KV cache is. From then on the engine has its whole share again, beside
+what the trainer has not offloaded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from recipe.partial_rollout.preflight.inputs import weight_bytes, without_weight
 
 GIB = 1 << 30
 STATE = 3
-"""copies of the weights' size in a trainer's state: the weights, and Adam's two moments"""
+"""weights and Adam's two moments, each of the size of the weights"""
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _CHUNK = 1024
-"""tokens whose log-probs and entropy are computed at once, from logits in float32"""
+"""rows of logits that log-probs and entropy are computed for at once, in float32"""
 _CHUNK_COPIES = 4
 """float32 arrays that such a chunk needs: logits, softmax, and the gradients of both"""
 _ACTIVATIONS = 6.0
@@ -34,7 +34,7 @@ _CONTEXT = 2.0
 
 
 class ModelSize(NamedTuple):
-    """The size of a model, computed from its own config."""
+    """The size of a model, from its own config."""
 
     parameters: int
     trained: int
@@ -43,7 +43,7 @@ class ModelSize(NamedTuple):
 
     @classmethod
     def of(cls, config: DictConfig) -> Self | None:
-        """Return the size, or None if transformers cannot build the model from its config."""
+        """None where transformers cannot build the model from its config."""
         model, trained = config.actor_rollout_ref.model, without_weights(config)
         head = getattr(trained, "get_output_embeddings", lambda: None)()
         if head is None:
@@ -61,7 +61,7 @@ class ModelSize(NamedTuple):
 
 
 def checkpoint_gib(config: DictConfig, size: ModelSize) -> float:
-    """Return the size of one FSDP checkpoint in GiB: weights and Adam's moments of all shards."""
+    """Size of one checkpoint of FSDP: weights and moments of all shards."""
     return (size.parameters + (STATE - 1) * size.trained) * weight_bytes(config) / GIB
 
 
@@ -72,12 +72,11 @@ class DeviceMemory:
     update: dict[str, float]
     """at an update"""
     wake: dict[str, float]
-    """when the engine wakes; empty if engines have devices of their own"""
+    """empty where engines have devices of their own"""
 
     @classmethod
     def of(cls, config: DictConfig, size: ModelSize | None) -> Self | None:
-        """Return the estimate; None if the device's memory (``recipe.gpu_gib``) or the model's size is not known, or if
-        the trainer is not FSDP."""
+        """None if a device's memory (``recipe.gpu_gib``) or the model's size is not known, or the trainer is not FSDP."""
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         gib = OmegaConf.select(config, "recipe.gpu_gib") if config.trainer.device == "cuda" else None
         if size is None or gib is None or not str(actor.strategy).startswith("fsdp"):
@@ -104,10 +103,10 @@ class DeviceMemory:
         return cls(update, engine | wake | {"CUDA and NCCL": _CONTEXT})
 
     def check(self, config: DictConfig) -> None:
-        """Refuse a run that needs more memory than the device has, at an update or when its engine wakes.
+        """Refuse a run if the memory of its update, or of its engine's waking, exceeds the device.
 
         Raises:
-            ConfigError: one line, with the sum and each of its addends.
+            ConfigError: in one line, which states each addend.
         """
         gib, rollout = config.recipe.gpu_gib, config.actor_rollout_ref.rollout
         for what, taken in ("an update takes", self.update), ("when the engine wakes it takes", self.wake):

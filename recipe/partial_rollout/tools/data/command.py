@@ -1,4 +1,4 @@
-"""Write data sets in verl's schema, each prompt once: ``DIR/NAME/train.parquet``, ``DIR/NAME/test.parquet``."""
+"""Writes a data set in verl's schema, each prompt once: ``DIR/NAME/train.parquet``, ``DIR/NAME/test.parquet``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from recipe.partial_rollout.tools.table import Table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the data sets, print a line for each file, and return 0; return 2 after one line on stderr for a
-    mistake."""
+    """Write the data sets and print a line for each file; exit code 2 for a mistake, in one line."""
     parser = Parser(
         typed("data"),
         "Write data sets in verl's schema, each prompt once, for the recipes in run_scripts.",

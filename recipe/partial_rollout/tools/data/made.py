@@ -1,4 +1,4 @@
-"""Generate rows of ``reasoning_gym`` from a seed: each prompt once, no test prompt in the training split."""
+"""Rows of ``reasoning_gym``, made from a seed: each prompt once, and none of the held-out ones in the training split."""
 
 from __future__ import annotations
 

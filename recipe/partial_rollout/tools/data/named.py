@@ -16,14 +16,13 @@ from tqdm import tqdm
 from recipe.partial_rollout.tools.data.raw_files import DataError, Row
 
 _GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
-"""the text of verl's own GSM8K example, so that rewards are comparable; its reward function looks for ``####``"""
+"""the words of verl's own GSM8K example, so that rewards compare; its reward function looks for the ``####``"""
 _ANSWER_LINE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem."
 )
 _REMINDER = 'Remember to put your answer on its own line after "Answer:".'
-"""these two texts surround each problem in DAPO-Math-17k (arXiv:2503.14476); verl's ``math_dapo`` looks for
-``Answer:``"""
+"""around each problem of DAPO-Math-17k (arXiv:2503.14476); verl's ``math_dapo`` looks for ``Answer:``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +30,18 @@ class NamedProblem:
     """A prompt with its answer, made from a raw row."""
 
     content: str
-    """text of the user's message"""
+    """of the user's message"""
     ground_truth: str
     shots: tuple[dict[str, str], ...] = ()
-    """messages before the user's: solved problems as examples"""
+    """messages before it: solved problems"""
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The chat messages."""
+        """The chat."""
         return [*self.shots, {"role": "user", "content": self.content}]
 
     def row(self, data_source: str, split: str, index: int) -> Row:
-        """Return the row in verl's schema."""
+        """The row that verl reads."""
         return {
             "data_source": data_source,
             "prompt": self.prompt,
@@ -90,7 +89,7 @@ def write_split(
 
 
 def gsm8k(row: Row) -> NamedProblem:
-    """Convert a row of ``openai/gsm8k``: a question, and an answer that ends in ``#### 1,234``."""
+    """A row of ``openai/gsm8k``: question, and an answer that ends in ``#### 1,234``."""
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"no #### in the answer {answer[:40]!r}")
@@ -119,7 +118,7 @@ def _said(value: object) -> str:
 
 
 def _plain(answer: object) -> str:
-    """Return an answer as a model would write it: 33 for AIME's 033 and AMC's 33.0."""
+    """AIME writes 033, AMC 33.0, where a model answers 33."""
     text = _said(answer).strip()
     whole = text.removesuffix(".0")
     return str(int(whole)) if whole.removeprefix("-").isdecimal() else text
@@ -130,7 +129,7 @@ class DataSet:
     """A data set that ``tools data`` writes."""
 
     repository: str
-    """name on the hub"""
+    """on the hub"""
     files: str
     """pattern of its raw files there"""
     splits: Mapping[str, str]
@@ -141,10 +140,10 @@ class DataSet:
     """configuration of the hub data set, if it has several"""
 
     def problems(self, rows: Iterable[Row]) -> Iterator[tuple[str, NamedProblem]]:
-        """Yield data source and problem of each raw row.
+        """Data source and problem of each raw row.
 
         Raises:
-            DataError: a row is not in the data set's schema; the message has its number, from 0.
+            DataError: a row is not in the data set's schema; says which one.
         """
         for at, row in enumerate(tqdm(rows, desc=self.repository, unit=" rows", leave=False)):
             try:

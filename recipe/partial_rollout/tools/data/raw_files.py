@@ -1,4 +1,4 @@
-"""Read rows of raw files (parquet, JSON lines, or a JSON list) from this machine or from the hub's cache."""
+"""Rows of raw files, parquet, JSON lines or a JSON list, from this machine or the hub's cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 class DataError(ValueError):
-    """A data set cannot be read or made; the message is one line and says what to do."""
+    """A data set cannot be read, in one line that says what to do."""
 
 
 def download(repository: str, pattern: str) -> Path:
-    """Return the folder with the files of a hub data set that match ``pattern``; download those that the cache lacks.
+    """The local copy of the files of a hub data set that match ``pattern``; downloads what the cache lacks.
 
     Raises:
         DataError: the hub cannot be reached, or refuses.
@@ -65,10 +65,10 @@ def files_of(place: Path, split: str, folder: str | None = None) -> list[Path]:
 
 
 def rows_of(files: list[Path]) -> Iterator[Row]:
-    """Yield the rows of ``files``, in order.
+    """The rows in order.
 
     Raises:
-        DataError: a file cannot be read as its suffix says.
+        DataError: a file is not what its suffix says.
     """
     for path in files:
         try:

@@ -1,1 +1,1 @@
-"""Simulate rounds before a run: the real ``PromptsManager``, and a model of the engine in place of vLLM."""
+"""Forecasts of rounds before they run: the real ``PromptsManager`` against a model of the engine."""

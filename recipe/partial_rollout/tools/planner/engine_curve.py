@@ -1,4 +1,4 @@
-"""Time of a decoding step of a continuous-batching engine, as a function of its load, fitted to the calls of a run."""
+"""The time that a continuous-batching engine takes for a decoding step, and its fit to the calls of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.tools.reading.columns import CallColumns
 
 _PASSES = 8
-"""passes of the fit without the context term, and as many with it; it iterates because the load during a call's steps
-depends on the curve itself"""
+"""passes of the fit without contexts, and as many with them; it iterates because the times of a call's steps depend on the
+curve itself"""
 _HUBER = 4.0
 """Huber threshold in median deviations; calls beyond it are down-weighted"""
 _TINY_S = 1e-9
-"""least duration of a step, in seconds"""
+"""least duration of a step"""
 _FEWEST_CALLS = 16
 _LEAST_RISE = 1.5
 """least ratio of the 95th to the 5th percentile of the calls' load (samples that run at the same time). Below it the
@@ -30,15 +30,13 @@ _LEAST_SHARE = 0.01
 """least share of a step's time that the fixed cost must have, and that all other costs must have; else the fit is
 refused"""
 _MOST_OFF = 0.5
-"""largest median relative error; a fit with a larger one is refused, since the calls do not follow this form of
-curve"""
+"""median relative error of a fit: beyond it the calls do not follow a curve of this form"""
 
 _Cost = Annotated[float, Meta(ge=0)]
 
 
 class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
-    """Speed of one replica. A step takes ``step_s + sample_s * running + context_s * context`` seconds and decodes one
-    token of each running sample."""
+    """One replica: a step takes ``step_s + sample_s * running + context_s * context`` and gives each sample a token."""
 
     step_s: _Cost
     """seconds of a step, whatever its load"""
@@ -47,7 +45,7 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
     context_s: _Cost = 0.0
     """seconds of a step per token in the contexts of all running samples"""
     prefill_s: _Cost = 0.0
-    """seconds per token of a context that is prefilled, for the first time or again"""
+    """per token of a context that is prefilled, for the first time or again"""
 
     def decode_s(self, running: float, context: float) -> float:
         """Seconds of one step with ``running`` samples whose contexts have ``context`` tokens in total."""
@@ -55,10 +53,10 @@ class EngineCurve(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: Path) -> EngineCurve:
-        """Load a curve from a JSON file, an object with these fields.
+        """The curve in a JSON file, an object of the fields.
 
         Raises:
-            ValueError: the file cannot be read as one; the message names it.
+            ValueError: it is not such a file; names the file.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -70,21 +68,20 @@ PRESETS = {
     "h20-qwen3-4b": EngineCurve(8e-3, 70e-6, 49e-9, 83e-6),
     "h100-qwen3-4b": EngineCurve(7e-3, 25e-6, 59e-9, 16e-6),
 }
-"""Assumed curves for Qwen3-4B in bfloat16 on one GPU; none of the numbers was measured."""
+"""Assumptions for Qwen3-4B in bfloat16 on one GPU; none of the figures was measured."""
 
 
 def fit(calls: Collection[EngineCall]) -> EngineCurve:
     """Fit a curve to the durations of ``calls``.
 
-    The fit is least squares with Huber's weights, in which outliers count less: while an engine compiles, or other
-    processes use its cores, calls take ten times as long as usual.
+    Least squares with Huber's weights, in which outliers count less: while an engine compiles, or other processes take
+    its cores, calls take ten times as long as they should.
 
-    Calls of several rounds may be given together. The fit does not separate the cost of prefill, or of a shortage of KV
-    blocks, from the other terms.
+    Calls of several rounds may be given together: replicas are idle between rounds. The cost of prefill, and that of a
+    shortage of KV blocks, are not separated from the other terms.
 
     Raises:
-        ValueError: the calls do not determine a curve; the message has the fit, why it cannot be trusted, and the
-            remedy.
+        ValueError: the calls do not determine a curve; says what was fitted, why it cannot be trusted, and what to do.
     """
     columns = CallColumns.joined([calls])
     ran = (columns.column("tokens") > 0) & (columns.column("end") > columns.column("busy_from"))
@@ -128,7 +125,7 @@ def _degenerate(fitted: str, why: str) -> ValueError:
 
 
 class _Spans:
-    """The calls of one replica, and how many calls run, with how many context tokens, at each moment."""
+    """The calls of one replica, with the running calls and the context lengths at each moment."""
 
     def __init__(self, calls: CallColumns) -> None:
         starts, ends = calls.column("busy_from"), calls.column("end")
@@ -161,8 +158,7 @@ class _Spans:
         return mean(self._running), mean(self._contexts)
 
     def _between(self, figure: np.ndarray) -> np.ndarray:
-        """Return [interval]: the sum of ``figure`` [call] over the calls that run in it; moments separate the
-        intervals."""
+        """[interval]: sum of ``figure`` [call] over the calls that run in each interval between two moments."""
         change = np.zeros(max(self._to.max(), self._from.max()) + 1)
         np.add.at(change, self._from, figure)
         np.add.at(change, self._to, -figure)
@@ -171,7 +167,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The engine replicas of a simulation, all alike."""
+    """The replicas that decode."""
 
     curve: EngineCurve
     """speed of each replica"""

@@ -1,4 +1,4 @@
-"""Response lengths for a simulation: taken from a run, or drawn from a distribution."""
+"""Response lengths for a simulation: of a run, or drawn."""
 
 from __future__ import annotations
 
@@ -63,13 +63,10 @@ class LengthTrace:
         samples_per_group: int,
         groups: int = 4096,
     ) -> Self:
-        """Draw lognormal lengths, cut off at ``cap``; within a group their logarithms have a correlation of .5.
-
-        Args:
-            median, mean: of the distribution before the cut.
+        """Lognormal lengths cut off at ``cap``; within a group their logarithms have a correlation of .5.
 
         Raises:
-            ValueError: the mean is not above the median; every lognormal distribution has a mean above its median.
+            ValueError: the mean is not above the median: a lognormal distribution has a long right tail.
         """
         if not 0 < median < mean:
             raise ValueError(f"lognormal lengths need 0 < median < mean, not median {median:g} and mean {mean:g}")

@@ -36,12 +36,12 @@ class ReplicaModel:
         """sum over running samples of (context at its start - step at its start), so that the tokens in all contexts
         are ``base + running * steps``"""
         self._ends: list[tuple[int, int, Decoding]] = []
-        """heap of (step at which the sample ends, number to break ties, sample)"""
+        """heap of step at which a sample ends, its number, and the sample"""
         self._began: dict[str, int] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Number of running samples."""
+        """Number of its samples."""
         return len(self._began)
 
     @property
@@ -49,7 +49,7 @@ class ReplicaModel:
         return self._base + len(self._began) * self._steps
 
     def add(self, sample: Decoding, *, reads: bool = True) -> None:
-        """Start ``sample``; with ``reads`` its context is prefilled first, which advances the clock."""
+        """Start ``sample``; with ``reads`` its context is prefilled first."""
         self.clock += self._curve.prefill_s * sample.context * reads
         self._began[sample.id] = self._steps
         self._base += sample.context - self._steps
@@ -63,14 +63,14 @@ class ReplicaModel:
         self.clock = max(self.clock, clock)
 
     def next_end(self) -> float:
-        """Return the time at which the next sample ends; infinity if no sample runs."""
+        """Clock at which the next sample ends; infinity if it has none."""
         return self.clock + self._seconds(self._until_end()) if self._ends else math.inf
 
     def _until_end(self) -> int:
         return self._ends[0][0] - self._steps
 
     def run_to_end(self) -> list[str]:
-        """Run until the next sample ends; return the ids of all samples that end then."""
+        """Run until the next sample ends; returns the ids of those that end then."""
         self._run(self._until_end())
         ended = []
         while self._ends and self._ends[0][0] <= self._steps:

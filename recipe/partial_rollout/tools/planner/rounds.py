@@ -1,6 +1,6 @@
-"""Simulate rounds of colocated partial rollout, and forecast their mean cost.
+"""Play rounds of colocated partial rollout, and forecast their cost in the long run.
 
-The real ``PromptsManager`` schedules the samples and records the version of each token; ``ReplicaModel`` decodes.
+The real ``PromptsManager`` decides, and knows which version made which tokens; a model of the engine decodes.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Simulation:
         self._order = itertools.cycle(range(count) if seed is None else np.random.default_rng(seed).permutation(count))
         self._groups = math.inf if groups is None else groups
         self.dispatched: list[np.ndarray] = []
-        """response lengths of each group given to the manager, in order; int [n] each"""
+        """lengths of the groups offered, in order; int [n] each"""
         self._trained = 0
         """number of trained groups"""
         self._live: dict[str, Decoding] = {}
-        """samples that have started and not ended, by sample id (``0/7#1``)"""
+        """samples that have started and not ended, by id"""
         self._manager = PromptsManager(replace(settings, group_filter=None), clock=lambda: 0.0)
         self._manager.slots.register(_WORKER, cluster.slots_per_replica * cluster.replicas)
         self._version = 0
         self._now = 0.0
 
     def rounds(self, count: int) -> Iterator[SimulatedRound]:
-        """Yield the next ``count`` rounds; fewer if the data runs out."""
+        """The next ``count`` rounds; fewer if the data runs out."""
         for _ in range(count):
             if self._trained == self._groups:
                 return
@@ -124,7 +124,7 @@ class Simulation:
             self._claim()
 
     def _claim(self) -> None:
-        """Start each sample that the manager grants a slot, on the replica with the fewest samples."""
+        """Start what is granted, each sample at the replica that has the fewest."""
         for lease in self._manager.claim(_WORKER):
             if lease.sample_id not in self._live:
                 length = int(lease.row["lengths"][int(lease.sample_id.partition("#")[2])])
@@ -166,20 +166,20 @@ _ROUNDS = 24
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Means over the rounds of one schedule, after its window has filled."""
+    """Figures of one schedule, once its window is full."""
 
     round_s: float
     """mean seconds of a round"""
     trained_tokens_per_s: float
     staleness_mean: float
-    """mean over trained samples, in versions"""
+    """versions, over trained samples"""
     staleness_p95: float
 
 
 def forecast(
     settings: PartialRolloutConfig, cluster: Cluster, lengths: LengthTrace, *, rounds: int = _ROUNDS
 ) -> Forecast:
-    """Simulate until the window has filled, then ``rounds`` rounds more; return the means of the latter."""
+    """The forecast of ``rounds`` rounds after those in which the window fills."""
     filling = 2 + math.ceil(2 * settings.overlap)
     steady = list(Simulation(settings, cluster, lengths).rounds(filling + rounds))[filling:]
     seconds, tokens = sum(r.seconds for r in steady), sum(r.tokens for r in steady)
@@ -189,5 +189,5 @@ def forecast(
 
 
 def baseline(settings: PartialRolloutConfig) -> PartialRolloutConfig:
-    """Return noPR's schedule with the sizes of ``settings``: every round waits for its slowest sample."""
+    """noPR with the sizes of ``settings``: every round waits for its slowest sample."""
     return replace(settings, mode=Mode.WINDOW, overlap=0.0, max_staleness=0, scheduling=Scheduling())

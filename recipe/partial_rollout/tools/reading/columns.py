@@ -13,9 +13,9 @@ from recipe.partial_rollout.records.run_log import EngineCall
 
 _KINDS = {str | int: "i4", int: "i4", float: "f8", bool: "?", str: "O"}
 _FIELDS = [(field.name, _KINDS[field.type]) for field in structs.fields(EngineCall)]
-"""(name, numpy dtype) of each field of ``EngineCall``"""
+"""name and numpy's kind of each field"""
 _TINY_S = 1e-9
-"""least duration of a call, in seconds: avoids a division by 0"""
+"""least duration of a call"""
 
 
 class CallColumns(Collection[EngineCall]):
@@ -28,25 +28,25 @@ class CallColumns(Collection[EngineCall]):
 
     def __init__(self, calls: Collection[EngineCall] = ()) -> None:
         self.table = np.empty(len(calls), np.dtype(_FIELDS, align=True))
-        """structured array [call] with the fields of ``EngineCall``; names of samples are interned"""
+        """[call] rows of ``EngineCall``'s fields; the name of a sample is one object for all of its calls"""
         for (name, _), column in zip(_FIELDS, zip(*map(structs.astuple, calls), strict=True), strict=False):
             self.table[name] = list(map(sys.intern, column)) if name == "sample" else column
 
     @classmethod
     def of(cls, table: np.ndarray) -> CallColumns:
-        """Wrap a ``table`` without a copy."""
+        """The calls of a ``table``."""
         made = cls()
         made.table = table
         return made
 
     @classmethod
     def joined(cls, parts: Iterable[Collection[EngineCall]]) -> CallColumns:
-        """Concatenate the calls of ``parts``."""
+        """The calls of ``parts``, one after another."""
         columns = [part if isinstance(part, CallColumns) else cls(part) for part in parts]
         return cls.of(np.concatenate([cls().table, *(part.table for part in columns)]))
 
     def column(self, name: str) -> np.ndarray:
-        """Return field ``name`` of every call, as an array [call]; also the property ``busy_from``."""
+        """[call] one of the fields, by ``EngineCall``'s name"""
         if name == "busy_from":
             return np.minimum(self.column("start") + self.column("queued_s"), self.column("end"))
         return self.table[name]

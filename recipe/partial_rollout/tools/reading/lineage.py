@@ -1,4 +1,4 @@
-"""Find the rounds of a run that count, and the settings of the process that began last."""
+"""Which rounds of a run count, and which process began last."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Lineage(Generic[T]):
         self.settings: RunSettings
         """settings of the process that began last; not set before the first event"""
         self.ended: Ended | None = None
-        """its last event, if that process ended on purpose; None if it runs or was killed"""
+        """how that process ended, if on purpose"""
         self._standing: list[tuple[int, T]] = []
-        """(step, kept value) of each round that counts"""
+        """step, and what is kept of it"""
         self.undone: list[T] = []
 
     def take(self, event: Event) -> None:
-        """Process the next event of the run."""
+        """Take the next event of the run."""
         match event:
             case RunSettings(resumed=last):
                 self.settings, self.ended = event, None
@@ -49,5 +49,5 @@ class Lineage(Generic[T]):
                 self.ended = event
 
     def standing(self) -> list[T]:
-        """Return the kept values of the rounds that count, in order."""
+        """The rounds that count, in order."""
         return [kept for _, kept in self._standing]

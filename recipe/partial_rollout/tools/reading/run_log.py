@@ -23,13 +23,13 @@ class RunRecordError(ValueError):
 
 
 def read_log(run_dir: Path, warnings: list[str]) -> Iterator[Event]:
-    """Yield the events of the run; the calls of each round are ``CallColumns``.
+    """The events of the run, one at a time, the calls of each round as ``CallColumns``.
 
     Args:
-        warnings: a line is appended to it for each torn line that is skipped.
+        warnings: gets a line for each torn line that is skipped.
 
     Raises:
-        RunRecordError: the file is missing or has no event, or a line is no event; the message names the line.
+        RunRecordError: the file is missing or has no event, or a line is not an event of this run; names it.
     """
     path, begun = run_dir / NAME, False
     for place, event in iter_lines(path, Event, warnings, restart=RunSettings):
@@ -55,16 +55,14 @@ def _columns(round_: Round, place: str) -> CallColumns:
 
 
 def iter_lines(path: Path, kind: Any, warnings: list[str], restart: type = NoneType) -> Iterator[tuple[str, Any]]:
-    """Yield a pair for each line of a JSON lines file: its place (``FILE line 3``, for error messages) and its object.
+    """The lines of a JSON lines file as objects of ``kind``, one at a time, each with its place for error messages.
 
     Args:
-        kind: type of the objects.
-        warnings: a line is appended to it for each torn line that is skipped.
-        restart: type of the first line that each process writes. A torn line is accepted only before such a line, or at
-            the end of the file.
+        warnings: gets a line for each torn line that is skipped.
+        restart: the kind with which another process of the run begins.
 
     Raises:
-        RunRecordError: the file cannot be read, a line is not of ``kind``, or a line is torn elsewhere.
+        RunRecordError: the file cannot be read, or a line is torn that a dying process cannot have left.
     """
     torn: str | None = None
     decode = msgspec.json.Decoder(kind).decode

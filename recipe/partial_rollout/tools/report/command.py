@@ -1,4 +1,4 @@
-"""The tool ``report``: read run directories, print the tables, and save the report."""
+"""Command line: reads run directories, prints the tables, and saves the report."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from recipe.partial_rollout.tools.run_record import load_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the report and return 0; return 2, like argparse for a wrong option, if a run cannot be read."""
+    """Make the report; exit code 2, as argparse's own, if a run cannot be read."""
     parser = Parser(
         typed("report"),
         "Compare runs, finished or still running: a page with an interactive timeline, tables, training curves.",

@@ -1,4 +1,4 @@
-"""Compare runs with a base run: ratios of metrics, differences in the work, and differences in settings and engines."""
+"""Runs compared: ratios against a base, whether they did the same work, and whether their engines were alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED_SETTINGS = ("batch_groups", "samples_per_group", "replicas", "slots_per_r
 
 @dataclass(frozen=True)
 class Side:
-    """One of the compared runs."""
+    """One of the runs."""
 
     name: str
     """the run's type (`noPR` or `PR`), or its directory; see `names_of`"""
@@ -46,13 +46,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Other(Side):
-    """A run that is compared with the base."""
+    """A run beside the base."""
 
     base: Side
 
     @cached_property
     def ratios(self) -> dict[str, float | None]:
-        """Ratio of this run's metric to the base's, by the metric's name; None if it cannot be computed."""
+        """Its metric over the base's, by the metric's name."""
         mine, theirs = self.summary, self.base.summary
         compared = [name for name, metric in METRICS.items() if metric.compared]
         found = {name: ratio(getattr(mine, name), getattr(theirs, name)) for name in compared}
@@ -63,8 +63,7 @@ class Other(Side):
 
     @cached_property
     def differences(self) -> list[str]:
-        """Sentences on how the work differs; empty if both runs trained the same (epoch, prompt) pairs equally
-        often."""
+        """In words, how the work differs; empty if both trained the same (epoch, prompt), in any order, as often."""
         theirs, mine = (
             Counter((group.epoch, group.prompt) for group in side.run.trained_groups) for side in (self.base, self)
         )
@@ -78,7 +77,7 @@ class Other(Side):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A base run and any number of other runs."""
+    """Any number of runs, at least one."""
 
     base: Side
     others: list[Other]
@@ -89,12 +88,12 @@ class Comparison:
 
     @property
     def separate(self) -> bool:
-        """Whether any run has separate placement, where rollout never stops."""
+        """Whether a run has separate placement, whose rollout has no end."""
         return any(side.run.settings.separate for side in self.sides)
 
     @property
     def unlike(self) -> list[str]:
-        """Sentences that name the settings in which a run differs from the base."""
+        """In words: settings in which a run differs from the base."""
         return [
             f"the runs differ in {key}: {self.base.name} {wanted}, {other.name} {found}"
             for other in self.others

@@ -1,4 +1,4 @@
-"""Summarise a report in a few sentences, all of them computed from its metrics."""
+"""Sum the figures up in a few sentences; every sentence is computed."""
 
 from recipe.partial_rollout.tools.report import units
 from recipe.partial_rollout.tools.report.comparison import Comparison, Other, Side
@@ -56,7 +56,7 @@ def cautions(comparison: Comparison) -> list[str]:
 
 
 def _part(value: float | None) -> str:
-    """Return a ratio as text: 0.48 as '0.48 of', 1.2 as '1.20 times'."""
+    """0.48 as '0.48 of', 1.2 as '1.20 times'."""
     return f"{units.decimal(value)} {'times' if value and value > 1 else 'of'}"
 
 

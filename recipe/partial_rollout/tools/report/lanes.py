@@ -3,7 +3,7 @@
     engines |==decoding=====================|held|==decoding=======...      else idle
     trainer |waiting| training | staging    |load| waiting | training ...   else the driver's own work
 
-Each lane is in one state at a time. If phases of the log overlap, the inner one counts: staging and loading lie within
+Each is in one state at a time. Where phases of the trace overlap, the narrower one counts: staging and loading lie within
 the sync, and under separate placement the sync lies within the training phase.
 """
 
@@ -23,7 +23,7 @@ Bars = list[tuple[float, float]]
 
 
 class Trainer(StrEnum):
-    """A state of the trainer; its value is its name in the legend."""
+    """A state of the trainer, and what a legend calls it."""
 
     WAIT = "waiting for the batch"
     TRAIN = "log-probs, update"
@@ -34,21 +34,21 @@ class Trainer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """States over time, each an array bool [interval]; interval i lasts from ``moments[i]`` to ``moments[i + 1]``."""
+    """States over time: bool [interval] each, an interval between two neighbouring ``moments``."""
 
     start: float
-    """start of the run, unix seconds"""
+    """of the run, unix seconds"""
     moments: np.ndarray
     """[moment] unix seconds, ascending, at which a state may change"""
     trainer: dict[Trainer, np.ndarray]
-    """for each state, whether the trainer is in it; at most one holds in an interval"""
+    """Never two at once."""
     held: np.ndarray
-    """whether all engines are held, for new weights or for a checkpoint"""
+    """All engines are held, for new weights or for a checkpoint."""
     decoding: list[np.ndarray]
-    """for each replica, whether it runs a call of a training sample and is not held"""
+    """[replica] it runs a training sample's call and is not held"""
 
     def bars(self, state: np.ndarray) -> Bars:
-        """Return the bars of an array ``state`` [interval]: neighbouring intervals in which it is true form one bar."""
+        """The times that ``state`` lasted."""
         changes = self.moments[np.flatnonzero(np.diff(state, prepend=False, append=False))] - self.start
         return list(zip(changes[::2].tolist(), np.diff(changes)[::2].tolist(), strict=True))
 

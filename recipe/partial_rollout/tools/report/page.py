@@ -1,7 +1,7 @@
-"""Make `report.html`: a single file that loads no other, with the tables and an interactive timeline of every run.
+"""`report.html`: one file without links to others, with an interactive timeline of every run and the tables.
 
-The timeline is drawn by this project's `page_files/timeline.js`. A plotting library would add 1 to 5 MB to every report
-(plotly's bundle), and would make an object for each of 100,000 bars.
+The timeline is drawn by `page_files/timeline.js`, of this project. A plotting library would add 1 to 5 MB to every report
+(plotly's bundle), and draws each of 100,000 bars as an object of its own.
 """
 
 import base64
@@ -17,11 +17,11 @@ from recipe.partial_rollout.tools.report.table import tables
 
 
 def page(comparison: Comparison, panels: bytes, *, made: str) -> str:
-    """Return the content of `report.html`.
+    """The whole file.
 
     Args:
-        panels: content of `report.png`.
-        made: last line of the page: when and by which command it was made.
+        panels: `report.png`.
+        made: a line that says when and how the page was made.
     """
     runs = [
         {"title": f"{side.name}: {side.run.settings.experiment}", "colour": hue(at), **drawn(side.run)}

@@ -1,4 +1,4 @@
-"""Draw `report.png`: small panels, each with one metric over the steps, a line for every run."""
+"""`report.png`: small panels, one figure a step for every run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,7 @@ from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.report.summary import Summary
 
 MARKED_STEPS = 40
-"""number of steps up to which each step is marked; longer runs show a running mean, and each step's value as a thin
-line"""
+"""Longer runs show a running mean, with every step's own value thin behind it."""
 LENGTH_BINS = 40
 SMOOTHED_SHARE = 12
 """The running mean spans about the run's number of steps divided by this."""
@@ -27,10 +26,9 @@ SMOOTHED_SHARE = 12
 class Panel:
     title: str
     figures: Callable[[Summary], Sequence[float | None]]
-    """returns from the summary of one step the value of the run's line, and that of a second, thin line if there is
-    one"""
+    """Return a step's value for the run's line, and one for a second, thin line where there are two."""
     reach: float | None = 0.0
-    """The axis reaches from 0 to at least this value; None: the values alone set its range."""
+    """The axis includes 0 and at least this value; None if it follows the figures."""
 
 
 PANELS = (
@@ -66,7 +64,7 @@ def draw_panels(comparison: Comparison, title: str, path: Path) -> None:
 
 
 def _draw_lengths(axes: Axes, comparison: Comparison) -> None:
-    """Draw the distribution of the lengths of all trained responses, one outline for each run."""
+    """How the lengths of all trained responses are distributed, an outline a run."""
     lengths = [[length for group in side.run.trained_groups for length in group.lengths] for side in comparison.sides]
     edges = np.histogram_bin_edges(np.concatenate(lengths), LENGTH_BINS)
     for index, of_run in enumerate(lengths):

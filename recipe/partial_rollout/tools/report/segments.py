@@ -1,4 +1,4 @@
-"""Compute the data of the page's timeline: rounds, phases, and engine calls, each in a slot of its replica."""
+"""Data of the page's timeline: engine calls, each in a slot of its replica, its rounds and phases."""
 
 import base64
 import heapq
@@ -77,7 +77,7 @@ def _segments(run: RunRecord) -> dict[str, Any]:
 
 
 def in_slots(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return [call] slot numbers for the calls of one replica: as few slots as possible, and no overlap within a slot.
+    """[call] its slot: the calls of one replica, dealt to as few slots as keep them apart.
 
     >>> in_slots(np.array([0.0, 1.0, 2.0]), np.array([2.0, 3.0, 4.0])).tolist()
     [0, 1, 0]
@@ -99,5 +99,5 @@ def _ms(seconds: float | None) -> int | None:
 
 
 def _column(values: np.ndarray, kind: type[np.generic]) -> str:
-    """Return the rounded numbers in base64, little-endian, as type ``kind``."""
+    """Base64 of the little-endian numbers."""
     return base64.b64encode(np.rint(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()

@@ -1,4 +1,4 @@
-"""The metrics of one run: how each is computed, explained (its docstring is shown in the page), and formatted."""
+"""The metrics of one run: what each is, how it is computed, and how a table shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.partial_rollout.tools.report.lanes import lane_shares
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 REWARD_STEPS = 3
-"""number of last steps over which the last reward is averaged"""
+"""The last reward is a mean over this many steps."""
 PHASES = {
     "gen": (
         "rollout (separate: wait)",
@@ -35,7 +35,7 @@ PHASES = {
     "testing": ("validation (outside the step)", "Validation; its time is not part of the step."),
     "step": ("step", "Whole steps without validation: the sum of the other phases."),
 }
-"""verl's timer -> (label, explanation). Validation runs after the step's timer has stopped."""
+"""By verl's timer: label, and what it is. Validation runs after the step's timer has stopped."""
 
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """key of the length bias, which PR and noPR both log"""
@@ -46,7 +46,7 @@ mean over the draws"""
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """verl's core metrics of the last validation: accuracies if the reward function returns ``acc``, else rewards."""
+    """verl's core metrics of the last validation, accuracies where the reward function gives some."""
 
     step: int | None
     """step of the last validation; None if there was none"""
@@ -54,15 +54,14 @@ class Validation:
     """`mean@4`, `best@4`, `maj@4` -> `SOURCE/VARIABLE` -> value"""
 
     def shown(self, kind: str) -> str:
-        """Return the score of ``kind`` (``mean``, ``best`` or ``maj``), averaged over the data sources, with its k:
-        ``0.512 @4``."""
+        """Return the mean over the sources of ``kind`` (``mean``, ``best`` or ``maj``), and its k."""
         found = [(name, by_source) for name, by_source in self.scores.items() if name.startswith(f"{kind}@")]
         return ", ".join(f"{statistics.fmean(by.values()):.3f} {name[len(kind) :]}" for name, by in found) or "-"
 
 
 class Metric(cached_property):
-    """A metric of a run, an attribute of its ``Summary``. The table of metrics shows it if it has a label and a run has
-    a value."""
+    """A metric of a run, an attribute of its ``Summary``; those with a label stand in the table of metrics
+    if a run has them."""
 
     label: str
     words: Callable[[Any], str]
@@ -72,7 +71,7 @@ class Metric(cached_property):
 
     @property
     def means(self) -> str:
-        """Explanation for the page: the docstring of the metric's method, in one line."""
+        """The docstring of its method, in one line."""
         return " ".join((self.__doc__ or "").split())
 
 
@@ -108,7 +107,7 @@ class Summary:
 
     @metric()
     def phases_s(self) -> dict[str, float]:
-        """Seconds by verl's timer, summed over the steps that count."""
+        """verl's timers, summed over the steps that count."""
         spent = {name: sum(step.seconds(name) for step in self.run.steps) for name in PHASES}
         spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
         return spent
@@ -124,7 +123,7 @@ class Summary:
 
     @metric()
     def total_s(self) -> float:
-        """Seconds of all steps and validations, without the pauses before resumes."""
+        """Steps and validations between them, without the pauses of a resumed run."""
         return self.step_s + self.phases_s["testing"]
 
     @metric()
@@ -165,7 +164,7 @@ class Summary:
 
     @metric("trained groups", units.count)
     def trained_groups(self) -> int:
-        """Trained prompts, each with all its samples."""
+        """Prompts trained, each with all its samples."""
         return len(self.run.trained_groups)
 
     @metric("trained samples", units.count)
@@ -185,7 +184,7 @@ class Summary:
 
     @metric("decoded tokens", units.count, compared=True)
     def decoded_tokens(self) -> int:
-        """Tokens that the engines decoded, for unfinished samples and lost work too."""
+        """Tokens that the engines made; unfinished samples and lost work included."""
         return sum(step.decoding.decoded_tokens for step in self.run.steps)
 
     @metric("wall time per 1,000 trained tokens", units.kilo_seconds, compared=True)
@@ -224,13 +223,13 @@ class Summary:
 
     @metric("rollout per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def rollout_s_per_trained_token(self) -> float | None:
-        """Seconds of rollout per trained token (the table: per 1,000), without the first step after each start, whose
-        engines are cold. Not given under separate placement, where the whole run is rollout."""
+        """Seconds of rollout for equal work, without the first step after each start, whose engines are cold; none under
+        separate placement, where all of the run is rollout."""
         return None if self.run.settings.separate else self._per_trained_token("gen")
 
     @metric("step per 1,000 trained tokens, warm", units.kilo_seconds, compared=True)
     def step_s_per_trained_token(self) -> float | None:
-        """Seconds of whole steps per trained token (the table: per 1,000), without the first step after each start."""
+        """Seconds of whole steps for equal work, without the first step after each start."""
         return self._per_trained_token("step")
 
     def _per_trained_token(self, timer: str) -> float | None:
@@ -240,7 +239,7 @@ class Summary:
 
     @metric("decoded tokens/s in rollout", units.count, compared=True)
     def decoded_tokens_per_s(self) -> float | None:
-        """Decoded tokens per second of rollout; under separate placement per second of the run."""
+        """Decoded tokens over the seconds of rollout; under separate placement over those of the run."""
         run_s = sum(round_.phase.seconds for round_ in self.run.rounds)
         return ratio(self.decoded_tokens, run_s if self.rollout_s is None else self.rollout_s)
 
@@ -251,12 +250,12 @@ class Summary:
 
     @metric("segments a sample, mean / p95 / max", units.spread)
     def segments_per_sample(self) -> Spread | None:
-        """Segments of a trained sample: one, and one more for each interruption, each tool turn and each hold."""
+        """Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold."""
         return spread([count for group in self.run.trained_groups for count in group.segments])
 
     @metric("mean trained length", units.count, compared=True)
     def mean_trained_length(self) -> float | None:
-        """Mean response tokens of a trained sample; tokens that tools wrote are included."""
+        """Response tokens of a trained sample; with tools, theirs included."""
         return mean([length for group in self.run.trained_groups for length in group.lengths])
 
     @metric("sigma of lengths, in a batch / in a group", units.pair)
@@ -287,7 +286,7 @@ class Summary:
 
     @metric("interrupt, mean / p95 / max", units.spread_s)
     def interrupt_s(self) -> Spread | None:
-        """Time from the decision to interrupt a round until every engine was quiet."""
+        """From the decision to interrupt a round until every engine was quiet."""
         return spread([each.interrupt_s for each in self.run.rounds if each.interrupt_s is not None])
 
     @metric("lost samples", units.count)
@@ -297,7 +296,7 @@ class Summary:
 
     @metric("lost tokens", units.count)
     def lost_tokens(self) -> int:
-        """Tokens decoded for conversations that began anew after a crash, a resume or a failure."""
+        """Decoded for conversations that began anew after a crash, a resume or a failure."""
         return self.run.rounds[-1].lost_tokens
 
 

@@ -23,7 +23,7 @@ SETTINGS = {
     "full_concurrency": "Running samples when no slot is wasted: a whole batch, or all slots if the batch is larger.",
     "verl": "Version of verl.",
 }
-"""row of the table of settings -> its explanation"""
+"""Row of the table of settings, and what it is."""
 
 
 RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
@@ -66,7 +66,7 @@ RUN_COLUMNS: tuple[tuple[str, Callable[[Side], str], str], ...] = (
         "Policy versions from a trained sample's first token to the update that trains it.",
     ),
 )
-"""columns of the table of runs: name, function that returns the cell, explanation"""
+"""Columns of the table of runs: what each is called, its cell, and what it is."""
 
 
 def report_markdown(comparison: Comparison) -> str:
@@ -90,7 +90,7 @@ def report_console(comparison: Comparison) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return the tables of a report, in order."""
+    """The tables of a report; each row has a note that says what it is."""
     return [
         _runs(comparison),
         *_validations(comparison),
@@ -101,7 +101,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _runs(comparison: Comparison) -> Table:
-    """Return the table with a line for each run."""
+    """A line a run."""
     table = Table.of("Runs", comparison.sides, [(name, cell) for name, cell, _ in RUN_COLUMNS])
     return replace(table, about=[f"{name}: {it}" for name, _, it in RUN_COLUMNS])
 
@@ -121,7 +121,7 @@ def _steps(side: Side) -> str:
 
 
 def _validations(comparison: Comparison) -> list[Table]:
-    """Return a table with a line for each data source and kind of score; no table if there is only one data source."""
+    """A line for each data source and kind of score, if a run validates several sources."""
     scores = [side.summary.validation.scores for side in comparison.sides]
     found = {(source, kind) for of_run in scores for kind, by_source in of_run.items() for source in by_source}
     if len({source for source, _ in found}) < 2:
@@ -134,7 +134,7 @@ def _validations(comparison: Comparison) -> list[Table]:
 
 
 def _row(label: str, cells: Sequence[str], against: Iterable[str]) -> list[str]:
-    """Return a row: label, the base's cell, then for each other run its cell and its cell of ``against``."""
+    """A label, the base's cell, and that of each other run with its ratio to the base."""
     base, *others = cells
     return [label, base, *chain.from_iterable(zip(others, against, strict=True))]
 

@@ -1,4 +1,4 @@
-"""Draw `timeline.png`: the running samples of every replica over time, one run below the other, on one time axis."""
+"""`timeline.png`: what every replica ran at each moment, one run below the other on one time axis."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from recipe.partial_rollout.tools.report.picture import DPI, hue
 from recipe.partial_rollout.tools.run_record import RunRecord
 
 PANEL_HEIGHT, LANE_HEIGHT = 3.5, 0.45
-"""heights of a run's panel and of its trainer's lane, in inches"""
+"""Inches."""
 MAX_ROUND_LABELS = 26
 IDLE_COLOUR, HELD_COLOUR = "#FBF3D0", "#1A1A1A"
 TRAINER_COLOURS = {
@@ -30,7 +30,7 @@ TRAINER_COLOURS = {
 
 
 def draw_timeline(comparison: Comparison, title: str, path: Path) -> None:
-    """Draw a panel for each run, and below it the lane of its trainer; save the picture at ``path``."""
+    """A panel a run, and below it the trainer's lane."""
     sides = comparison.sides
     heights = [PANEL_HEIGHT, LANE_HEIGHT] * len(sides)
     figure = Figure(figsize=(14, 1 + sum(heights)), dpi=DPI, layout="constrained")
@@ -103,7 +103,7 @@ def _figures(side: Side) -> str:
 
 
 def _label_rounds(axes: Axes, run: RunRecord) -> None:
-    """Write the step number above the middle of each round, or of every few rounds if there are many."""
+    """The number of each round above its middle, or of every few if there are many."""
     for round_ in run.rounds[:: -(-len(run.rounds) // MAX_ROUND_LABELS)]:
         middle = (round_.phase.start + round_.phase.end) / 2 - run.start
         style = {"ha": "center", "fontsize": 8, "color": "#555555"}
@@ -111,7 +111,7 @@ def _label_rounds(axes: Axes, run: RunRecord) -> None:
 
 
 def _draw_legend(figure: Figure) -> None:
-    """Draw a legend that lists each name once."""
+    """List each name that is drawn, once."""
     drawn = [axes.get_legend_handles_labels() for axes in figure.axes]
     by_name = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
     figure.legend(

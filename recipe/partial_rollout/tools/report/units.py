@@ -1,4 +1,4 @@
-"""Functions that format numbers for reading; each returns `-` for None."""
+"""Figures formatted for reading; `-` if one is unknown."""
 
 from collections.abc import Callable
 from typing import Any
