@@ -151,6 +151,10 @@ def test_run_is_refused_where_it_would_wait_for_cpus_or_fill_the_disk(build, loo
     assert "25 CPUs for Ray, which has 16" in cpus
     free = f"100 GiB free for trainer.default_local_dir={tmp_path}/out/pr"
     assert f"{free}: 135 GiB are needed for 3 checkpoints of 45.0" in disk
+    # verl's own "no limit" is any number below 1.
+    config.trainer.max_actor_ckpt_to_keep = -1
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: OmegaConf.create({"free": 80 * 2**30}))
+    assert "90 GiB are needed for 2 checkpoints" in problems(config, SIZE_4B)[1]
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     config.trainer.save_freq = -1
     assert not problems(config, SIZE_4B)

@@ -114,7 +114,7 @@ def plan(
     saved = "no checkpoints"
     if trainer.save_freq > 0:
         size = f" of {checkpoint_gib(config, model):.1f} GiB" if model else ""
-        saved = f"a checkpoint every {trainer.save_freq} steps{size}, {machine.checkpoints_at_once(config)} at once"
+        saved = f"a checkpoint every {trainer.save_freq} steps{size}, {machine.kept_checkpoints(config) or 'all'} kept"
     yield Finding("writes", f"{trainer.default_local_dir}: config, metrics, trace, {saved}; logger {trainer.logger}")
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic
 
+from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import vllm_contract
@@ -134,12 +136,9 @@ def flash_attention() -> Finding:
 # -- what a run needs of it ----------------------------------------------------------------------------------------------
 
 
-def checkpoints_at_once(config: DictConfig) -> int:
-    """Return the largest number of checkpoints on disk at once: those that are kept, and one that is being written.
-
-    Without ``trainer.max_actor_ckpt_to_keep`` it counts one as kept.
-    """
-    return (config.trainer.get("max_actor_ckpt_to_keep") or 1) + 1
+def kept_checkpoints(config: DictConfig) -> int | None:
+    """Return how many checkpoints the run keeps; None: all."""
+    return claim_retention(config.trainer.copy(), critic=need_critic(config))
 
 
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
@@ -164,7 +163,9 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
         yield Finding("missing", str(error), stops=True)
     if trainer.save_freq <= 0 or size is None:
         return
-    directory, count = Path(str(trainer.default_local_dir)), checkpoints_at_once(config)
+    directory = Path(str(trainer.default_local_dir))
+    # One more than are kept, because the next is written before the oldest is removed. A run that keeps all begins with 2.
+    count = (kept_checkpoints(config) or 1) + 1
     needed = checkpoint_gib(config, size) * count
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
