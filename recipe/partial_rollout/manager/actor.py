@@ -1,6 +1,6 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
-The actor runs its methods in one asyncio event loop. A method is interrupted only at an await, so no lock guards the
+The actor runs its methods in one asyncio event loop: another method runs only while one awaits, so no lock guards the
 state. ``claim`` waits for work, ``wait_batch`` for the batch, and every change of the state wakes both. Both raise the
 first failure that is reported. The driver calls these methods in each step::
 

@@ -180,7 +180,7 @@ class Groups:
                 self._store(group)
             self.births[group.birth] += 1
             self.by_order[group.order] = group
-        # A checkpoint has groups by their states, but other methods rely on the order of ``by_order``.
+        # A checkpoint has groups by their states. Here they are in dispatch order, as ``in_state`` and ``train`` need.
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:

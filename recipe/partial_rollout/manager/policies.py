@@ -110,7 +110,7 @@ SCORES = ("reward", "seq_reward", "seq_final_reward")
 def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
     """Return the value of ``metric`` that all unmasked samples share; None if they differ, or are fewer than two.
 
-    A group with fewer than two unmasked samples is thus not filtered. It trains, and its masked samples count for
+    A group with fewer than two unmasked samples is thus not filtered. It trains, and its masked samples count against
     ``partial_rollout.failures.max_masked_fraction``.
 
     >>> from dataclasses import replace

@@ -152,12 +152,12 @@ class ClaimQueue:
     (None) can be claimed by any worker.
 
     ``pop`` gives a worker samples of overdue groups first, then its own samples, then samples without an owner. Overdue
-    groups are sorted by birth, then by key; other groups by key. Equal keys are sorted in the order of the data. So a
-    group's entry in a heap is
+    groups are sorted by birth, then by key; other groups by key. Groups with equal keys
+    stay in the order of the data. So a group's entry in a heap is
 
-    * (0, birth, \*key, order) if it is overdue,
-    * (1, owner is None, \*key, order) otherwise. Policy ``bounded`` has the key (birth, unfinished samples, mean
-      finished length)::
+    * (0, birth, KEY, order) if it is overdue,
+    * (1, owner is None, KEY, order) otherwise. KEY of policy ``bounded`` is birth, unfinished samples, mean finished
+      length::
 
         owner "w0"   birth 3: 0/0   (1, 0, 3, 1, 1e9, 0)
         owner None   birth 4: 0/1   (1, 1, 4, 1, 1e9, 1)      oldest first

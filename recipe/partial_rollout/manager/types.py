@@ -316,7 +316,7 @@ class Parked:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A sample has no slot now and needs one again, in the same worker."""
+    """A sample needs a slot again, in the same worker. The slot that it had, if any, is free."""
 
     sample_id: str
 
