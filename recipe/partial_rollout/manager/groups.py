@@ -65,7 +65,7 @@ VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
 
 @dataclass(slots=True)
 class Backlog:
-    """Prompts that the driver has offered and that are not admitted yet, in dispatch order."""
+    """Prompts that were offered, in dispatch order, and are not admitted yet."""
 
     prompts: deque[Prompt] = field(default_factory=deque)
     last_enqueued: str | None = None
@@ -348,7 +348,7 @@ class Samples:
         self._counters = counters
         self._clock = clock
         self.unfinished: dict[str, Sample] = {}
-        """by sample id"""
+        """by id"""
         self.running: Counter[str | None] = Counter()
         """number of the RUNNING ones, which hold a slot, by worker"""
         self.parked = 0

@@ -278,7 +278,7 @@ class PromptsManager:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data has ended with fewer prompts left than a batch needs, so no further batch can be filled.
+        """Whether the data has ended with fewer prompts left than a batch needs, so that no further batch can complete.
 
         This only happens with dynamic sampling, which consumes more prompts than it trains.
         """
@@ -316,7 +316,7 @@ class PromptsManager:
         self._version_state = VersionState.OPEN
 
     def suspend(self) -> None:
-        """OPEN, AHEAD -> CLOSED without taking a batch."""
+        """OPEN, AHEAD -> CLOSED without a batch."""
         self._version_state = VersionState.CLOSED
 
     def require_open(self, verb: str) -> None:

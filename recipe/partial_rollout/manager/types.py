@@ -19,7 +19,7 @@ class SampleState(StrEnum):
     WAITING = "waiting"
     """Has no tokens and runs nowhere."""
     RUNNING = "running"
-    """Holds a slot of a worker."""
+    """A worker holds a slot for it."""
     PARKED = "parked"
     """Has no slot and lives on in its worker, which awaits a tool or its reward. Then it needs a slot, or ends."""
     INTERRUPTED = "interrupted"
@@ -33,14 +33,14 @@ class GroupState(StrEnum):
     WAITING = "waiting"
     """No sample has started."""
     ACTIVE = "active"
-    """A sample has started, and not all have finished."""
+    """Some sample has started, and some has not finished."""
     READY = "ready"
     """Every sample has finished."""
     TAKEN = "taken"
     """The trainer has it and has not acknowledged it."""
     TRAINED = "trained"
     FILTERED = "filtered"
-    """Consumed without being trained, because all its samples have the same score (``FilterSettings``)."""
+    """All its samples have the same score: consumed without being trained (``FilterSettings``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +172,17 @@ class Sample:
     state: SampleState = SampleState.WAITING
     """written by ``Samples`` alone"""
     worker: str | None = None
-    """the worker that runs it or holds its live conversation; None: any worker may claim it"""
+    """the worker that runs it or holds its live conversation; None: no worker has it"""
     segments: list[Segment] = field(default_factory=list)
     """segments that workers have reported, oldest first; empty once it has finished"""
     failures: int = 0
-    """number of failures of its agent loop or reward"""
+    """failures of its agent loop or reward"""
     error: str | None = None
     """error of the last failure, in one line"""
     output: SampleOutput | None = None
     """None until it has finished, and again once its group is READY (``PromptGroup.stored``)"""
     since: float = 0.0
-    """time of the last state change, by the manager's clock (s)"""
+    """clock reading (s) of the last state change"""
 
     @property
     def cached_tokens(self) -> int:
@@ -353,7 +353,7 @@ class Report:
     errors: list[ErrorText] = field(default_factory=list)
     """errors of samples and tools, only the first of each kind (``ErrorText.kind``) in this worker"""
     fatal: str | None = None
-    """error that ends the run, in one line; None: there is none"""
+    """an error that ends the run, in one line"""
 
 
 @dataclass(frozen=True, slots=True)

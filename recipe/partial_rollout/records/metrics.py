@@ -90,8 +90,8 @@ def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
 def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
     """Return the bubble of a phase in which engine calls are still running when it ends; None if it took no time.
 
-    The log has a call only once it has ended, so each call counts whole in the phase in which it ends. The share (0 to
-    1) is therefore right as a mean over many phases, not for a single one.
+    The log has a call only once it has ended, so each call counts whole in the phase in which it ends. The share, 0 to
+    1, is therefore right as a mean over many phases, not for a single one.
     """
     if phase.seconds <= 0:
         return None

@@ -225,7 +225,7 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
     total: Count
     """prompts that the whole training trains, in all its epochs"""
     offered: Count
-    """prompts that may be admitted; more than ``total`` if the training ends with prompts in flight (``drain=False``)
+    """prompts that may be admitted: more than ``total`` if the training ends with prompts in flight (``drain=False``)
     or filters groups"""
     filters: bool = False
     """whether groups may be filtered: then more than ``total`` prompts are consumed, of which ``total`` are trained"""
@@ -236,7 +236,7 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
 
     @property
     def separate(self) -> bool:
-        """Whether the engines decode while the trainer updates; a round then lasts from batch to batch."""
+        """Whether the engines decode while the trainer updates; a round's span is then the time from batch to batch."""
         return self.placement == Placement.SEPARATE
 
     @property
@@ -275,7 +275,7 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
 
     @property
     def version(self) -> int:
-        """Policy version from which the update starts."""
+        """Policy version before the update."""
         return self.step - 1
 
 
