@@ -150,7 +150,7 @@ def test_state_is_a_moment_that_later_verbs_do_not_change(manager, segment):
 
 @pytest.mark.parametrize(("info", "said"), [({}, "nothing"), ({"acc": None}, "None"), ({"acc": "yes"}, "'yes'")])
 def test_reward_without_the_metric_is_named_and_its_group_is_not_judged(output, info, said):
-    assert f"filter_groups.metric=acc: the reward function gives {said}; numbers are" in missing("acc", 1.0, info)
+    assert f"metric=acc: the reward function gives {said}; it gives numbers for" in missing("acc", 1.0, info)
     assert common_value("acc", [output(info=info), output(info=info)]) is None
 
 

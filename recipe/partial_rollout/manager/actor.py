@@ -1,7 +1,8 @@
 """``PromptsManager`` behind Ray: adds waiting, deadlines and failure propagation; it makes no decisions.
 
-Nothing else runs between two awaits, so no lock guards the state; every change wakes everyone who waits. ``claim`` waits
-for work, ``wait_batch`` for the batch. The first failure that anyone reports is raised to both. The verbs of a step::
+The actor runs its methods in one asyncio event loop: another method runs only while one awaits, so no lock guards the
+state. ``claim`` waits for work, ``wait_batch`` for the batch, and every change of the state wakes both. Both raise the
+first failure that is reported. The driver calls these methods in each step::
 
     begin_version ----> wait_batch ----> finish_step
 """
@@ -57,9 +58,9 @@ class ManagerActor:
     """
 
     CLAIM_WAIT_S = 20.0
-    """after this long a claim returns empty-handed, so that a worker notices when the manager is gone"""
+    """seconds after which ``claim`` returns an empty list. The worker calls again, which fails if the manager died"""
     CLAIM_SAMPLES = 512
-    """most samples that one answer leases: a version of 100,000 samples can start before all of them are granted"""
+    """most samples that one answer leases, so that the first of 100,000 samples start before the last are leased"""
 
     def __init__(
         self,
@@ -68,25 +69,27 @@ class ManagerActor:
         train_groups: int | None = None,
     ) -> None:
         self._changed = asyncio.Event()
-        """set by the next change"""
+        """set at the next change of the state, and then replaced by a new event"""
         self._failure: str | None = None
-        """the first reason for which everyone who waits, now or later, fails"""
+        """the first failure that ends the run; every present and later wait raises it"""
         self._stall_s = settings.deadlines.stall_s
         self._parked_s = max(self._stall_s, settings.parked_s or 0.0)
-        """longest deadline of what a parked sample may await; a tool without one is no excuse"""
+        """deadline (s) of a stall while samples are parked: the longest deadline of a tool or reward, at least
+        ``stall_s``; ``stall_s`` where tools have no deadline"""
         self._moved_at = time.monotonic()
-        """when a sample last reported or an engine made a token"""
+        """monotonic clock (s) of the last progress: a report, an engine's token, a retry, or the start of
+        ``wait_batch``"""
         self._store = store
         self._manager = PromptsManager(settings, time.monotonic, train_groups, store.put)
         self._policy = settings.scheduling.policy
         self._carried = 0
-        """groups that were in flight when the version began"""
+        """groups carried into the version: ACTIVE or READY when it began"""
         self._errors: dict[tuple[str, str], ErrorText] = {}
-        """the first that workers have reported of each kind"""
+        """by kind (``ErrorText.kind``): the first error of that kind that workers have reported"""
         self._new_errors: list[ErrorText] = []
-        """of the present step"""
+        """those of ``_errors`` that the present step added"""
         self._gauges: dict[str, float] = {}
-        """when the batch was taken, before the next version began"""
+        """``PromptsManager.gauges``, read when the batch was taken, before the next version began"""
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class ManagerActor:
         if idle_s >= limit_s and not any(
             sample.state is SampleState.FAILED for sample in self._manager.samples.unfinished.values()
         ):
-            excuse = f"here {limit_s:g} s, the longest deadline of a tool or reward, in which {parked} samples are"
+            excuse = f"{limit_s:g} s while samples await a tool or reward, whose longest deadline that is; {parked} do"
             raise RolloutFailedError(
                 f"no sample reported and no engine made a token for {idle_s:.0f} s "
                 f"(partial_rollout.deadlines.stall_s={self._stall_s:g}"
@@ -144,15 +147,15 @@ class ManagerActor:
     async def begin_version(self, version: int, prompts: list[Prompt], source_left: int) -> bool:
         """Begin ``version``: its groups are admitted, and workers may claim.
 
-        Where the round was stopped, the trainer may still be updating: claimed samples wait at their workers' gates until
-        the engines hold ``version``. An interrupted sample keeps its slot until its worker reports it, and is then the
-        first to get it again.
+        In colocated placement the trainer may still be updating. Claimed samples then wait at their workers' gates
+        until the engines have loaded ``version``. An interrupted sample keeps its slot until its worker reports the
+        interruption; the worker then claims it before any new prompt.
 
         Args:
             source_left: prompts that remain in the source after ``prompts``.
 
         Returns:
-            Whether the version did not begin, because the data ended with fewer prompts left than a batch needs.
+            True if the version did not begin, because the data ended with fewer prompts left than a batch needs.
 
         Raises:
             RuntimeError: see ``PromptsManager.begin_version``.
@@ -172,14 +175,16 @@ class ManagerActor:
     async def wait_batch(self, stop: bool) -> ReadyBatch | None:
         """Wait until the batch of this version is complete, and take it.
 
-        With ``stop`` no sample can be claimed from then on. Without, everything else runs on, and what admission allows is
-        refilled. Returns early with None in two cases: dynamic sampling runs low on prompts in the backlog, so the caller
-        offers those that are wanted and asks again; or the rollout was suspended, so groups that the last reports complete
-        go into the checkpoint. A caller that does not wait for the answer loses nothing: a checkpoint has groups and uids.
+        With ``stop`` (colocated) no sample can be claimed once the batch is taken. Without it samples run on, and
+        prompts are admitted if the mode allows. Returns None without a batch in two cases: dynamic sampling runs low on
+        prompts in the backlog, so the caller must ``enqueue`` the ``wanted`` prompts and call again; or the rollout was
+        suspended.
+
+        If the driver stops before the answer arrives, nothing is lost: a checkpoint restores the taken groups as READY.
 
         Raises:
-            RuntimeError: the trainer has this version's batch already, or there is no version yet.
-            RolloutFailedError: something failed, or nothing moved for ``stall_s``.
+            RuntimeError: the batch of this version was taken already, the round was suspended, or no version has begun.
+            RolloutFailedError: something failed, or the round stalled (``partial_rollout.deadlines.stall_s``).
         """
         manager = self._manager
         self._raise_failure()
@@ -205,7 +210,8 @@ class ManagerActor:
     async def finish_step(self) -> StepSummary:
         """Mark the batch's groups as TRAINED and return the step's summary.
 
-        Call it after the trainer's update. If the round was stopped, all workers must have reported before.
+        Call it after the trainer's update; in colocated placement only once all workers have reported the interrupted
+        samples.
         """
         # Here, because interrupted samples have reported by now, and the batch's groups are still TAKEN.
         metrics = self._manager.metrics() | self._gauges
@@ -222,7 +228,8 @@ class ManagerActor:
         """Return how far the round is. It answers at once and wakes nobody.
 
         Args:
-            decoded: whether an engine has made tokens that no worker may have reported yet.
+            decoded: whether an engine has made tokens since the last call. They count as progress against a stall, even
+                if no worker has reported them yet.
         """
         if decoded:
             self._moved_at = time.monotonic()
@@ -236,7 +243,7 @@ class ManagerActor:
         self._wake()
 
     async def first_errors(self) -> list[str]:
-        """Tracebacks of the errors that workers have reported, the first of each kind."""
+        """Return the tracebacks of the errors that workers have reported, the first of each kind (type and place)."""
         return [error.traceback for error in self._errors.values()]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -259,26 +266,27 @@ class ManagerActor:
     # -- workers ---------------------------------------------------------------------------------------------------
 
     async def register_worker(self, worker: str, capacity: int) -> None:
-        """A worker with ``capacity`` slots joins."""
+        """Add a worker with ``capacity`` slots."""
         self._manager.slots.register(worker, capacity)
 
     async def resize_workers(self, capacity: int) -> None:
-        """Every worker has ``capacity`` slots from here on."""
+        """Give every worker ``capacity`` slots from here on."""
         slots = self._manager.slots
         slots.workers = dict.fromkeys(slots.workers, capacity)
         self._wake()
 
     async def release_worker(self, worker: str) -> int:
-        """Requeue the samples of a worker that is gone; returns how many."""
+        """Requeue the samples of a worker that is gone, and return how many they were."""
         requeued = self._manager.release_worker(worker)
         self._wake()
         return requeued
 
     async def claim(self, worker: str) -> list[Lease]:
-        """Wait for samples to run; empty after ``CLAIM_WAIT_S`` without any.
+        """Wait for samples to run, and lease them to ``worker``; return an empty list if none came in ``CLAIM_WAIT_S``.
 
         Raises:
             RuntimeError: the worker was released.
+            RolloutFailedError: something has failed.
         """
         until = time.monotonic() + self.CLAIM_WAIT_S
         while True:
@@ -291,7 +299,7 @@ class ManagerActor:
             await self._wait_at_most(left_s)
 
     async def report(self, report: Report) -> list[Lease]:
-        """Apply the events of a worker's samples; answers with new samples for the slots that came free."""
+        """Apply the events of a worker's samples, and return leases for the slots that came free."""
         # Whatever it says, a report shows that the round has not stalled.
         self._moved_at = time.monotonic()
         self._apply(report)
@@ -309,7 +317,7 @@ class ManagerActor:
 
         Raises:
             RuntimeError: the worker is not registered, or was released. Or an event does not fit the state of its sample,
-                for example because the report came twice. Which worker runs the sample is not compared.
+                for example because the report came twice. It is not checked that the sample runs on this worker.
         """
         self._manager.slots.require(report.worker)
         for error in report.errors:
@@ -341,7 +349,10 @@ class ManagerActor:
             delay_s = retry_delay_s(self._manager.samples.unfinished[sample_id].failures)
             asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
-            self._fail(f"sample {sample_id} on {worker} failed: {error}")
+            self._fail(
+                f"sample {sample_id} on {worker} failed: {error} "
+                "(partial_rollout.failures.sample_retries=null: the first failure ends the run)"
+            )
 
     def _retry(self, sample_id: str) -> None:
         # It could not report while it waited.
@@ -351,14 +362,15 @@ class ManagerActor:
 
 
 class RayObjects:
-    """Ray's object store: outputs of READY groups between the manager, which needs no tokens, and the trainer.
+    """Keeps the outputs of READY groups in Ray's object store until the trainer fetches them; one object a group.
 
-    Only the manager calls ``put``; whoever has the references may call ``fetch``. An object dies with the process that put
-    it there, and a worker may die before its samples are trained, so the manager's process puts them: one object a group,
-    freed once the group is trained.
+    The manager needs no tokens, so it keeps only Ray's reference to each object. Only the manager calls ``put``: an
+    object dies with the process that put it, and a worker may die before its samples are trained. Any process that has
+    the references may call ``fetch``. Ray frees an object once the group is trained and the manager drops the
+    reference.
 
     Args:
-        deadline_s: seconds for all the outputs of one ``fetch``.
+        deadline_s: seconds that one ``fetch`` may take.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -405,12 +417,15 @@ _NEVER = 2**31 - 1
 
 
 def postpone_full_collections() -> None:
-    """Stop automatic full collections, because a round begins; one that Ray requests skips the objects that exist now."""
+    """Stop automatic full garbage collections, because a round begins.
+
+    Ray may still request one. It skips the objects that exist now (``gc.freeze``).
+    """
     gc.freeze()
     gc.set_threshold(*_USUAL[:2], _NEVER)
 
 
 def allow_full_collections() -> None:
-    """Let Python run full collections again, because the round is over."""
+    """Let Python run full garbage collections again, because the round is over."""
     gc.unfreeze()
     gc.set_threshold(*_USUAL)

@@ -1,12 +1,18 @@
-"""The manager's state as plain Python and numpy, and back.
+"""Converts the manager's state to a dictionary of plain Python and numpy values for a checkpoint, and back.
 
-Layout of the dictionary: scalars and ``counters``, ``trained``, ``filtered``; ``backlog``, prompts of ``{uid, row}`` each;
-``groups``, of ``{prompt, order, birth, samples}`` each: with the trainer, then ready, then unfinished. A sample has
-``failures``, ``error``, its ``output`` once it has finished, and until then its ``segments`` if it is single-turn.
+Example::
 
-Workers and their conversations are left out: a single-turn sample goes on from its tokens, a multi-turn sample begins
-anew, and ``counters`` has its tokens as lost. Its group keeps its birth, so it is trained within the bound all the same. A
-group that the trainer had taken but not acknowledged is restored as ready.
+    {"version": 5, "last_enqueued": "0/9", "admitted": ["0/8"], "filtered": [], "counters": {"admitted_groups": 9, ...},
+     "trained": [[7, 120]],         # int64 [group, 2]: dispatch order and response tokens (``Groups.trained``)
+     "backlog": [{"uid": "0/9", "row": {...}}],
+     "groups": [                    # TAKEN ones first, then READY, then unfinished ones
+         {"prompt": {"uid": "0/8", "row": {...}}, "order": 8, "birth": 4, "samples": [
+             {"output": {...}, "segments": [], "failures": 0, "error": None},               # finished
+             {"output": None, "segments": [{...}], "failures": 1, "error": "KeyError: 'a'"}]}]}  # single-turn
+
+Workers and their conversations are not saved. After a resume a single-turn sample continues from its segments. A
+multi-turn sample has none in the dictionary and begins anew; ``counters`` counts its tokens as lost. Its group keeps
+its birth, so the bound on staleness still holds. A TAKEN group is restored as READY.
 """
 
 from __future__ import annotations
@@ -37,13 +43,14 @@ if TYPE_CHECKING:
 
 
 def capture(manager: PromptsManager) -> dict[str, Any]:
-    """Return the present state as the dictionary described above, but with segments and outputs as the manager has them.
+    """Return the present state as the dictionary described above, before ``encode`` completes it.
 
-    ``stored`` of a READY group stands for its outputs. It takes milliseconds, because no token is copied: objects that
-    the dictionary shares with the manager never change.
+    Segments and outputs are still objects. A READY or TAKEN group has the store's reference to its outputs under
+    ``stored``. The call takes milliseconds, because no token is copied: the dictionary shares with the manager only
+    objects that never change.
 
-    Do not call it after the next version has begun and before the batch is trained (``Driver.save``): a restored run
-    would have to train that batch again, under a version that is gone.
+    Do not call it after the next version has begun and before ``finish_step`` of the batch (``Driver.save`` refuses
+    that): a resumed run would have to train that batch again, and its version has passed.
     """
     backlog, groups = manager.backlog, manager.groups
     unfinished = groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
@@ -88,11 +95,12 @@ def encode(
 ) -> dict[str, Any]:
     """Complete ``captured`` in place and return it.
 
-    The outputs of stored groups are put in. Segments and outputs become dictionaries of their fields.
+    Outputs of groups that have a ``stored`` reference are fetched. Segments and outputs become dictionaries of their
+    fields.
 
     Args:
         captured: the dictionary that ``capture`` returned.
-        fetch: returns the outputs of the stored groups that it is given, by uid.
+        fetch: takes references to the outputs of groups, by uid, and returns the outputs (``RayObjects.fetch``).
     """
     stored = {group["prompt"]["uid"]: group.pop("stored") for group in captured["groups"]}
     fetched = fetch({uid: outputs for uid, outputs in stored.items() if outputs is not None})
@@ -107,7 +115,7 @@ def encode(
 
 
 def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
-    """Its fields by name; ``asdict`` would copy every token."""
+    """Return the fields of ``record`` by name. ``dataclasses.asdict`` would copy every token."""
     found = {each.name: getattr(record, each.name) for each in fields(record)}
     if isinstance(record, SampleOutput):
         found["earlier"] = [_fields(row) for row in record.earlier]
@@ -118,10 +126,10 @@ def _fields(record: Prompt | Segment | SampleOutput) -> dict[str, Any]:
 
 
 def restore(manager: PromptsManager, state: dict[str, Any]) -> None:
-    """Load the encoded state into a new ``manager``. Its unfinished samples can be claimed; no worker owns any of them.
+    """Load the encoded ``state`` into a new ``manager``. Any worker can then claim any unfinished sample.
 
-    The manager asks its source for prompts again, even if the saved run had reached the end of its steps. The resumed
-    run may have more steps.
+    Whether the source has prompts left is not restored, because the resumed run may have more steps than the saved one.
+    So the manager wants prompts again.
     """
     backlog, groups = manager.backlog, manager.groups
     manager.version = state["version"]

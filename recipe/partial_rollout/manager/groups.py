@@ -1,7 +1,8 @@
-"""All prompts between the data source and the trainer: the states of groups and of samples, and who alone writes them.
+"""All prompts between the data source and the trainer, and the states of their groups and samples.
 
-A prompt waits in the ``Backlog``, and is a group from admission to training: what a checkpoint keeps. Workers, their slots
-and the claim queue are no part of it: after a crash no sample has an owner. The states of a group, and its verbs::
+Only ``Groups`` writes the state of a group, and only ``Samples`` that of a sample. A prompt waits in the ``Backlog``
+until it is admitted. From admission to training it is a group. A checkpoint keeps both, but no workers, slots or claim
+queue: after a crash no sample has an owner. The states of a group, and the methods (verbs) that change them::
 
     enter           start           ready          take          train
     ----> WAITING  ----->  ACTIVE  ----->  READY  ---->  TAKEN  ----->  TRAINED
@@ -9,8 +10,9 @@ and the claim queue are no part of it: after a crash no sample has an owner. The
                               |   filter
                               +-------->  FILTERED
 
-Trained and filtered groups are counted and forgotten. ``VERBS`` has those of a sample. Each verb checks the present state
-before it changes anything, so a message that comes twice or late is an error, and the indexes agree with the states.
+Trained and filtered groups are counted and forgotten. ``VERBS`` has the states of a sample and their verbs. Each verb
+checks the present state before it changes anything. So a message that comes twice or late raises RuntimeError and
+changes nothing, and the counts and queues here agree with the states.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ _FOLLOWS = {
     GroupState.TAKEN: GroupState.READY,
     GroupState.TRAINED: GroupState.TAKEN,
 }
-"""the only state from which each state of a group can be entered; it begins as WAITING"""
+"""by state of a group: the only state from which it can be entered; a new group is WAITING"""
 _ANEW = None
-"""The state of a sample without a worker, which ``move`` computes: INTERRUPTED if its tokens last, else WAITING."""
+"""stands in ``VERBS`` for the state of a sample that no worker has: INTERRUPTED if it keeps tokens, else WAITING"""
 
 VERBS: dict[str, tuple[Sequence[SampleState], SampleState | None]] = {
     "admit": ((SampleState.WAITING,), _ANEW),
@@ -67,15 +69,15 @@ class Backlog:
 
     prompts: deque[Prompt] = field(default_factory=deque)
     last_enqueued: str | None = None
-    """uid; prompts come in order, so this shows whether a prompt was already offered"""
+    """uid of the last prompt offered; prompts come in order, so it shows whether a prompt was offered before"""
     source_left: float = math.inf
-    """prompts that may still be offered"""
+    """prompts that the source still has; inf: not known yet"""
 
     def enqueue(self, prompts: Iterable[Prompt], source_left: float = math.inf) -> None:
         """Put prompts into the backlog, in training order; they start when admission allows.
 
         Args:
-            source_left: prompts that the source has after them; with none, what is in flight drains.
+            source_left: prompts that the source has after these; 0: the groups in flight are the last ones.
 
         Raises:
             RuntimeError: a prompt does not come after the last one.
@@ -99,20 +101,21 @@ class Counters:
     passed_groups: int = 0
     """trained groups that were dispatched before every group still in flight"""
     passed_tokens: int = 0
-    """response tokens of these"""
+    """response tokens of the ``passed_groups``"""
     interrupted: int = 0
     failed: int = 0
     """failures of agent loops and rewards"""
     masked: int = 0
     """samples that used up their retries"""
     filtered_groups: int = 0
-    """consumed without being trained, because all samples have the same score"""
+    """groups consumed without being trained, because all samples have the same value of the filter's metric"""
     kept_groups: int = 0
-    """trained although all samples have the same score: the round's filter limit was reached, or data was short"""
+    """groups trained although all samples have the same value: the version's limit on filtered groups was reached
+    (``max_num_gen_batches``), or the remaining data could not fill a batch without the group"""
     parked_s: float = 0.0
-    """seconds in which samples lived on without their slot"""
+    """seconds that samples were PARKED, summed over the samples"""
     lost_tokens: int = 0
-    """decoded for conversations that began anew, after a crash, a resume, a worker's death or a failure of their own"""
+    """tokens decoded for conversations that began anew: after a resume, a worker's death, or a failure of the sample"""
 
 
 @dataclass(slots=True)
@@ -131,31 +134,31 @@ class Groups:
     taken waiting 1
     >>> groups.start(first, version=4)
     Traceback (most recent call last):
-    RuntimeError: group 0/0 is taken: active follows waiting
+    RuntimeError: group 0/0 is taken, not waiting: it cannot become active
     """
 
     put: Callable[[Sequence[SampleOutput]], Any] = tuple
-    """stores the outputs of a READY group; returns what stands for them in the store"""
+    """stores the outputs of a READY group, and returns the store's reference to them"""
     counters: Counters = field(default_factory=Counters)
     by_order: dict[int, PromptGroup] = field(default_factory=dict)
     """all groups, by dispatch order, ascending"""
     births: Counter[int | None] = field(default_factory=Counter)
     """number of groups in flight by birth version; under None, the number of WAITING ones"""
     ready_queue: list[PromptGroup] = field(default_factory=list)
-    """READY groups, oldest first and else in dispatch order: the order in which they are trained"""
+    """READY groups by birth, then by dispatch order: the order in which they are trained"""
     trained: dict[int, int] = field(default_factory=dict)
-    """response tokens of the trained groups that overtook a group still in flight, by dispatch order"""
+    """trained groups that overtook a group still in flight: dispatch order to response tokens"""
     taken: list[PromptGroup] = field(default_factory=list)
     """TAKEN groups: the batch that the trainer has"""
     admitted: list[str] = field(default_factory=list)
-    """uids of the groups entered that ``run.jsonl`` does not have yet"""
+    """uids of the groups admitted since the last ``train``; ``run.jsonl`` does not have them yet"""
     filtered: list[FilteredGroup] = field(default_factory=list)
-    """FILTERED groups that ``run.jsonl`` does not have yet"""
+    """groups FILTERED since the last ``train``; ``run.jsonl`` does not have them yet"""
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     def enter(self, prompt: Prompt, samples: int) -> PromptGroup:
-        """Add a new group, WAITING, with that many samples."""
+        """Add ``prompt`` as a WAITING group with ``samples`` samples, and return the group."""
         # The counter is part of a checkpoint, so no two groups of a run have one order, whatever crashes.
         group = PromptGroup(prompt, order=self.counters.admitted_groups, unfinished=samples)
         group.samples = [Sample(f"{prompt.uid}#{i}", group) for i in range(samples)]
@@ -166,7 +169,7 @@ class Groups:
         return group
 
     def restore(self, groups: Iterable[PromptGroup]) -> None:
-        """Add ``groups`` of a checkpoint; none is with the trainer."""
+        """Add ``groups`` of a checkpoint, with their samples, as WAITING, ACTIVE or READY: none is TAKEN."""
         for group in groups:
             group.unfinished = len(group.samples) - len(group.outputs)
             group.finished_length = sum(output.response_length for output in group.outputs)
@@ -177,7 +180,7 @@ class Groups:
                 self._store(group)
             self.births[group.birth] += 1
             self.by_order[group.order] = group
-        # A checkpoint has them by their states; readers take the first one for the oldest.
+        # A checkpoint has groups by their states. Here they are in dispatch order, as ``in_state`` and ``train`` need.
         self.by_order = dict(sorted(self.by_order.items()))
 
     def start(self, group: PromptGroup, version: int) -> None:
@@ -188,7 +191,10 @@ class Groups:
         self.births[version] += 1
 
     def end_sample(self, group: PromptGroup, tokens: int) -> None:
-        """Note that a sample of an ACTIVE group ended with ``tokens``; after the last one call ``ready`` or ``filter``."""
+        """Count a sample of an ACTIVE group as ended, with ``tokens`` response tokens.
+
+        After the group's last sample call ``ready`` or ``filter``.
+        """
         group.unfinished -= 1
         group.finished_length += tokens
 
@@ -205,7 +211,7 @@ class Groups:
         insort(self.ready_queue, group, key=attrgetter("birth", "order"))
 
     def filter(self, group: PromptGroup, value: float) -> None:
-        """ACTIVE -> FILTERED: every sample has ended, all with the score ``value``."""
+        """ACTIVE -> FILTERED: every sample has ended, and ``value`` is the filter's metric in all of them."""
         self._move(group, GroupState.FILTERED)
         self._no_longer(group.birth)
         del self.by_order[group.order]
@@ -230,7 +236,7 @@ class Groups:
         """TAKEN -> TRAINED: the trainer has updated on its batch.
 
         Returns:
-            Uids of the groups entered, and the groups filtered, since the last call: for the batch's line in ``run.jsonl``.
+            Uids of the groups admitted, and the groups filtered, since the last call, for ``run.jsonl``.
         """
         for group in self.taken:
             self._move(group, GroupState.TRAINED)
@@ -251,7 +257,7 @@ class Groups:
 
     def _move(self, group: PromptGroup, state: GroupState) -> None:
         if group.state is not _FOLLOWS[state]:
-            raise RuntimeError(f"group {group.uid} is {group.state}: {state} follows {_FOLLOWS[state]}")
+            raise RuntimeError(f"group {group.uid} is {group.state}, not {_FOLLOWS[state]}: it cannot become {state}")
         group.state = state
 
     def _no_longer(self, birth: int | None) -> None:
@@ -296,12 +302,16 @@ class Groups:
         return min((birth for birth in self.births if birth is not None), default=default)
 
     def length_bias(self) -> dict[str, float]:
-        """Mean response length of what was trained over that of as many groups in dispatch order: short ones finish first.
+        """Return how long the responses of trained groups are, as ratios to those of as many groups in dispatch order.
 
-        ``length/bias`` is of the whole run, ``length/batch_bias`` of the batch that the trainer has, which counts as
-        trained in both. Both are 1 if prompts train in the order of the data. A group that has not ended counts with its
-        length so far, a filtered one on neither side: what dynamic sampling selects is no bias of the scheduling. A
-        figure is missing before the first batch, and while none of the groups below its line has a token.
+        A ratio is 1 if groups train in the order of the data, and below 1 if short groups, which finish first, overtake
+        long ones. The batch that the trainer has counts as trained. With b groups in that batch, after t trained ones:
+
+        * ``length/bias``: tokens of all t + b groups, over those of the first t + b groups in dispatch order;
+        * ``length/batch_bias``: tokens of the b groups, over those of the groups t to t + b - 1 in dispatch order.
+
+        A group with unfinished samples counts with its tokens so far. Filtered groups are left out: dynamic sampling
+        selects them, not the scheduling. A ratio is missing while its divisor is 0, as before the first batch.
         """
         totals = self.counters
         lengths = self.trained | {order: group.length for order, group in self.by_order.items()}
@@ -319,7 +329,7 @@ class Groups:
 
 
 class Samples:
-    """The samples that have not finished.
+    """The samples that have not finished, and their transitions.
 
     >>> samples = Samples(Counters(), clock=lambda: 0.0)
     >>> samples.unfinished["0/0#0"] = Sample("0/0#0", PromptGroup(Prompt("0/0", {}), order=0))
@@ -330,7 +340,7 @@ class Samples:
     RuntimeError: finish: sample 0/0#0 is interrupted, not running or parked
 
     Args:
-        counters: their interruptions, lost tokens and seconds without a slot are counted here.
+        counters: ``move`` adds to its ``interrupted``, ``lost_tokens`` and ``parked_s``.
         clock: seconds; stamped on state changes for stall reports.
     """
 
@@ -348,17 +358,17 @@ class Samples:
         """Move a sample to another state, as ``VERBS[verb]`` says; return it.
 
         Raises:
-            RuntimeError: ``verb`` does not leave its state, or it has finished.
+            RuntimeError: the sample is not in a state from which ``verb`` leads, or it has finished.
         """
         leaves, enters = VERBS[verb]
         sample, now = self.in_state(sample_id, verb, leaves), self._clock()
         if sample.state is SampleState.PARKED:
             self._counters.parked_s += now - sample.since
-        # A parked sample that comes back was not interrupted: it had left its slot by itself.
+        # A parked sample that asks for a slot again was not interrupted: it gave its slot back before.
         elif verb == "interrupt":
             self._counters.interrupted += 1
         if enters is None:
-            # The coroutine is gone. Tokens of a single turn go on elsewhere; those of a conversation are lost.
+            # Its agent loop is gone. A single-turn sample keeps its tokens; those of a conversation are lost.
             decoded, sample.segments = sample.cached_tokens, sample.lasting_segments
             self._counters.lost_tokens += decoded - sample.cached_tokens
             enters = SampleState.INTERRUPTED if sample.segments else SampleState.WAITING
@@ -376,7 +386,7 @@ class Samples:
         return sample
 
     def report(self, limit: int = 8) -> str:
-        """One line for an error: how many samples are unfinished, and the first of them."""
+        """Describe the unfinished samples in one line for an error: their number, then the ``limit`` oldest changes."""
         live, now = sorted(self.unfinished.values(), key=lambda sample: sample.since), self._clock()
         rows = [
             f"{s.id} {s.state} on {s.worker or 'no worker'} for {now - s.since:.0f} s ({s.cached_tokens} tokens cached"

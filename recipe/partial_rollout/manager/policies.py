@@ -1,7 +1,8 @@
-"""Retry or mask failed samples; filter groups whose samples all score alike. Nothing is dropped.
+"""Retry or mask failed samples; filter groups whose samples all have the same score. No prompt is dropped.
 
 A failed sample is retried, masked, or ends the run. With dynamic sampling (DAPO, arXiv:2503.14476) a group whose samples
-all have the same score is consumed without being trained, and another prompt takes its place in the same version.
+all have the same score (or another metric of the reward) is consumed without being trained, and another prompt takes
+its place in the same version.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class FailureVerdict(StrEnum):
 
 
 def verdict_on(failures: int, limits: FailureLimits) -> FailureVerdict:
-    """The verdict on a sample that has failed ``failures`` times, this time included."""
+    """Return the verdict on a sample that has failed ``failures`` times, this time included."""
     if limits.sample_retries is None:
         return FailureVerdict.RAISE
     return FailureVerdict.RETRY if failures <= limits.sample_retries else FailureVerdict.MASK
 
 
 def retry_delay_s(failures: int) -> float:
-    """Seconds from a sample's failure number ``failures`` to its retry."""
+    """Return the seconds from a sample's failure number ``failures`` (from 1) to its retry."""
     return RETRY_AFTER_S * 2 ** (failures - 1)
 
 
 def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutput:
-    """Output in place of a sample that failed for good: its group still trains, and none of its tokens enters the loss.
+    """Return the output of a sample that used up its retries. Its group trains, but the loss has none of its tokens.
 
-    ``prompt_ids`` is empty; batch assembly takes those of a sibling.
+    ``prompt_ids`` is empty; batch assembly takes the prompt of another sample of the group.
     """
     # A row without tokens would have no last token to carry a score.
     response = np.concatenate([segment.token_ids for segment in segments]) if segments else np.zeros(1, np.int32)
@@ -66,7 +67,12 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
 
 
 def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
-    """Describe which limit a sample exceeds, of its prompt or its response: tokens and key. None if it exceeds neither."""
+    """Describe the limit that a sample's prompt or response exceeds, with its tokens and the key; None if none.
+
+    Args:
+        prompt, response: lengths of the sample, tokens.
+        prompt_length, response_length: their limits, tokens.
+    """
     if prompt > prompt_length:
         return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
     if response > response_length:
@@ -75,12 +81,15 @@ def excess_of(prompt: int, response: int, prompt_length: int, response_length: i
 
 
 def plain(value: Any) -> Any:
-    """A number as a plain Python one: verl's dapo reward manager returns tensors, which cannot be checkpointed."""
+    """Return a tensor or array of no dimension as a Python number; any other value unchanged.
+
+    verl's dapo reward manager returns tensors, which a checkpoint cannot hold.
+    """
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def is_number(value: Any) -> bool:
-    """Whether a ``plain`` value can be averaged."""
+    """Whether ``value``, a result of ``plain``, can be averaged: a bool, an int or a float."""
     return isinstance(value, bool | int | float)
 
 
@@ -99,10 +108,10 @@ SCORES = ("reward", "seq_reward", "seq_final_reward")
 
 
 def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
-    """The value of ``metric`` that all samples share; None if they differ, or if fewer than two are known.
+    """Return the value of ``metric`` that all unmasked samples share; None if they differ, or are fewer than two.
 
-    Masked samples have no value. A group with fewer than two unmasked samples is not judged: it trains, so that
-    its failures count against ``partial_rollout.failures.max_masked_fraction``.
+    A group with fewer than two unmasked samples is thus not filtered. It trains, and its masked samples count against
+    ``partial_rollout.failures.max_masked_fraction``.
 
     >>> from dataclasses import replace
     >>> def outputs(*rewards):
@@ -118,7 +127,8 @@ def common_value(metric: str, outputs: Sequence[SampleOutput]) -> float | None:
 def scores_differ(outputs: Sequence[SampleOutput]) -> bool:
     """Whether unmasked samples have different scores.
 
-    The metric of a group that is discarded need not be the score: ``acc`` leaves a penalty out, or says nothing at all.
+    The filter's metric need not be the score. Samples of a filtered group may have the same ``acc`` and yet different
+    scores, for example by a length penalty that ``acc`` leaves out.
     """
     return len({finite(output.reward_score) for output in outputs if not output.masked}) > 1
 
@@ -129,7 +139,7 @@ def missing(metric: str, score: float | None, info: dict[str, Any]) -> str | Non
         return None
     found = f"{found!r:.40}" if metric in info else "nothing"
     known = ", ".join([*SCORES, *(key for key, value in info.items() if finite(value) is not None)])
-    return f"algorithm.filter_groups.metric={metric}: the reward function gives {found}; numbers are {known}"
+    return f"algorithm.filter_groups.metric={metric}: the reward function gives {found}; it gives numbers for {known}"
 
 
 def _value(metric: str, score: float | None, info: dict[str, Any]) -> Any:

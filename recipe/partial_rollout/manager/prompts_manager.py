@@ -5,19 +5,17 @@ checkpoints, that
 
 * every prompt offered is consumed exactly once: its group is acknowledged as trained, or FILTERED when its last sample
   ends;
-* no group is trained later than ``max_staleness`` versions after its first sample started (``admission`` has the theorem);
-* a sample has one owner: it is claimable, or one worker has it (RUNNING, PARKED), or it awaits its retry, or it has ended.
+* no group is trained later than ``max_staleness`` versions after its first sample started (proof: ``admission``);
+* a sample is in one place: it is claimable, or one worker has it (RUNNING, PARKED), or it awaits a retry, or it ended.
 
-``groups`` has the states of samples and groups.
-
-The verbs of versions. Where trainer and engines share their devices each batch stops the round (colocated placement);
-where each side has its own, everything else runs on (separate placement)::
+``groups`` has the states of samples and groups. The states of a version (``VersionState``) are below. In colocated
+placement each batch stops the round; in separate placement the samples run on::
 
     CLOSED --begin_version--> OPEN --take_batch(stop=True)---> CLOSED
                                ^  --take_batch(stop=False)--> AHEAD
                                +--------begin_version----------+
 
-Both take N groups a version and admit at its start, so pacing and the bound on staleness are the same.
+Both placements take N groups a version and admit prompts when it begins, so the bound on staleness is the same.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ class PromptsManager:
         settings: the run's settings.
         clock: returns seconds; stamped on state changes for stall reports.
         train_groups: number of groups that the whole training trains; None: no limit (``Admission``).
-        put: stores the outputs of a READY group; returns what stands for them in the store.
+        put: stores the outputs of a READY group, and returns the store's reference to them.
     """
 
     def __init__(
@@ -106,16 +104,19 @@ class PromptsManager:
         self.slots = Slots(ClaimQueue(order_of(settings.scheduling, settings.batch_groups)), self.samples)
         self._version_state = VersionState.CLOSED
         self.batch_taken = False
-        """whether the trainer has got the batch of the present version"""
+        """whether the batch of the present version was taken"""
         self._filtered = 0
         """groups filtered since the version began"""
         self._to_replace = 0
-        """of these, the groups that are not replaced yet"""
+        """groups of ``_filtered`` that no new prompt has replaced yet"""
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def claim(self, worker: str, limit: int | None = None) -> list[Lease]:
-        """Run up to ``limit`` samples (default: all its free slots) on ``worker``, by priority; see ``Slots.claim``."""
+        """Lease up to ``limit`` samples to ``worker``, by priority (``Slots.claim``).
+
+        None stands for all its free slots. The list is empty while the round is closed.
+        """
         self.slots.require(worker)
         if not self.round_open:
             return []
@@ -139,7 +140,7 @@ class PromptsManager:
         return Lease(sample.id, group.uid, group.order, group.prompt.row, segments, resident=resident, slots=slots)
 
     def add(self, sample_id: str, segments: Sequence[Segment]) -> None:
-        """Cache what a sample has made, so that a single-turn sample survives its worker."""
+        """Cache segments of a sample, so that a single-turn sample can continue from them if its worker dies."""
         # Of several calls at once, one may be interrupted while others still report, so any live state will do.
         sample = self.samples.in_state(sample_id, "add", _LIVE)
         sample.segments += [segment for segment in segments if len(segment)]
@@ -156,18 +157,20 @@ class PromptsManager:
         self.slots.queue.push(self.samples.move(sample_id, "interrupt"))
 
     def finish(self, sample_id: str, output: SampleOutput) -> None:
-        """Free the slot of a sample; ``output`` replaces its segments.
+        """Free the slot of a sample, if it holds one; ``output`` replaces its segments.
 
-        After its last sample a group is READY, or FILTERED.
+        With its last sample the group becomes READY, or FILTERED.
         """
         self._end(self.samples.move(sample_id, "finish"), output)
 
     def fail(self, sample_id: str, error: str, times: int = 1) -> FailureVerdict:
-        """Free the slot of a sample that failed, and return the verdict.
-
-        ``error`` (one line) is what its agent loop raised, or its reward ``times`` in a row.
+        """Free the slot of a sample that failed, if it holds one, and return the verdict.
 
         RETRY: call ``retry`` after ``retry_delay_s``. MASK: the sample is FINISHED, masked. RAISE: the run must end.
+
+        Args:
+            error: the error of its agent loop or reward, in one line.
+            times: failures that count against ``sample_retries``; above 1 if its reward failed several times in a row.
         """
         sample = self.samples.move(sample_id, "fail")
         # The conversation has ended with its coroutine, so any worker may run the retry.
@@ -181,18 +184,18 @@ class PromptsManager:
         return verdict
 
     def retry(self, sample_id: str) -> None:
-        """Make a failed sample claimable: a single-turn sample goes on from its tokens, a multi-turn sample begins anew."""
+        """Make a failed sample claimable. A single-turn one continues from its tokens, a multi-turn one begins anew."""
         self._requeue(sample_id, "retry")
 
     def release_worker(self, worker: str) -> int:
-        """Forget a dead worker and requeue its samples, as ``retry`` does; returns how many."""
+        """Forget a dead worker and requeue its samples, as ``retry`` does; return how many they were."""
         held = self.slots.release(worker)
         for sample in held:
             self._requeue(sample.id, "release_worker")
         return len(held)
 
     def _requeue(self, sample_id: str, verb: str) -> None:
-        """Make a sample claimable that nobody owns now."""
+        """Apply ``verb`` to a sample, take it from its worker if it has one, and let any worker claim it."""
         sample = self.samples.move(sample_id, verb)
         sample.worker = None
         self.slots.queue.push(sample)
@@ -213,14 +216,17 @@ class PromptsManager:
         if value is not None and self._may_filter():
             self.groups.filter(group, value)
             self._filtered += 1
-            # In a closed round nothing is admitted; the next version fills the window anyway.
+            # A closed round admits no replacement: the next version fills the window in any case.
             self._to_replace += self.round_open
         else:
             self.counters.kept_groups += value is not None
             self.groups.ready(group)
 
     def _may_filter(self) -> bool:
-        """Whether the version's limit allows one more, and the remaining data can still fill a batch without it."""
+        """Whether one more group may be filtered in this version.
+
+        The limit ``max_num_gen_batches`` must not be reached, and the remaining prompts must fill a batch without it.
+        """
         assert self._filter is not None
         size, most = self._settings.batch_groups, self._filter.max_num_gen_batches
         if most and self._filtered >= (most - 1) * size:
@@ -256,7 +262,7 @@ class PromptsManager:
 
         With dynamic sampling it includes N spare prompts, which replace filtered groups. 0 if the source has none left.
         """
-        # The driver is asked for more when fewer than N are left: so many may be filtered until it has answered.
+        # The driver is asked for more when fewer than N prompts are left: N groups may be filtered until it answers.
         spare = self._settings.batch_groups if self._filter is not None else 0
         missing = self._admission.most_per_version() + spare - len(self.backlog.prompts)
         return max(0, missing) if self.backlog.source_left else 0
@@ -289,12 +295,12 @@ class PromptsManager:
     def begin_version(self, version: int) -> None:
         """CLOSED, AHEAD -> OPEN: admit the groups of ``version`` and let workers claim.
 
-        The trainer may still have the batch that ended the last round. After ``suspend`` the present version may begin
-        again.
+        From CLOSED it may begin while the trainer still has the batch of the version before. After ``suspend`` the
+        present version may begin again.
 
         Raises:
-            RuntimeError: OPEN: the batch of the present version was not taken. AHEAD: the trainer still has that batch. Or
-                ``version`` is older than the present one, or, after a batch, not the next one.
+            RuntimeError: the batch of the present version is not taken (OPEN), or is taken and not trained (AHEAD). Or
+                ``version`` is below the present one. Or a batch was taken and ``version`` is not the next one.
         """
         present, ahead = self.version, self._version_state is VersionState.AHEAD
         if self._version_state is VersionState.OPEN or (ahead and self.groups.taken):
@@ -319,9 +325,11 @@ class PromptsManager:
             raise RuntimeError(f"{verb}: the round is {self._version_state}: call begin_version first")
 
     def round_complete(self) -> bool:
-        """Whether the batch of this version can be taken: N groups are ready, and all others can be trained in time.
+        """Whether the batch of this version can be taken.
 
-        It can once nothing in flight is unfinished, so a round always ends.
+        It needs N ready groups, of which the N oldest leave only groups that can be trained in time, and overtake no
+        unfinished group by too much (``scheduling.overtake``). At the end of the data the groups that are left suffice.
+        A round always ends: the last two conditions hold at the latest when no group in flight is unfinished.
         """
         if self._version_state is not VersionState.OPEN:
             return False
@@ -336,7 +344,7 @@ class PromptsManager:
         )
 
     def _within_reorder_window(self) -> bool:
-        """Whether the batch overtakes no unfinished group by more positions than ``scheduling`` allows."""
+        """Whether the batch overtakes no unfinished group by more positions of the data than ``overtake`` allows."""
         size = self._settings.batch_groups
         positions = self._settings.scheduling.positions(size)
         unfinished = self.groups.in_state(GroupState.WAITING, GroupState.ACTIVE)
@@ -345,12 +353,13 @@ class PromptsManager:
         return self.groups.ready_queue[size - 1].order <= oldest.order + positions
 
     def take_batch(self, *, stop: bool) -> list[TakenGroup]:
-        """The N oldest ready groups, READY -> TAKEN; fewer only once the data ran out.
+        """Take and return the N oldest ready groups, READY -> TAKEN; fewer only at the end of the data.
 
-        OPEN -> CLOSED with ``stop``: running samples are about to be interrupted. Else OPEN -> AHEAD: they run on.
+        With ``stop`` the version becomes CLOSED: the driver is about to interrupt the running samples. Without it the
+        version becomes AHEAD: they run on.
 
         Raises:
-            RuntimeError: the batch is not complete, or the one before is not trained.
+            RuntimeError: the version is not OPEN, its batch is not complete, or the batch before it is not trained.
         """
         self.require_open("take_batch")
         groups, size = self.groups, self._settings.batch_groups
@@ -358,7 +367,8 @@ class PromptsManager:
             raise RuntimeError(f"take_batch: the batch before that of version {self.version} is not trained")
         if not self.round_complete():
             raise RuntimeError(
-                f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready, {size} are needed"
+                f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready; it needs {size}, "
+                "and the groups left must be trainable in time"
             )
         self._version_state = VersionState.CLOSED if stop else VersionState.AHEAD
         self.batch_taken = True
@@ -367,7 +377,7 @@ class PromptsManager:
     # -- observation -----------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """The ``metrics`` that must be read before the next version begins, which changes them."""
+        """Return those of ``metrics`` that change when the next version begins, so they must be read before."""
         return {
             "inflight/groups": self.groups.in_flight,
             "inflight/samples": len(self.samples.unfinished),
@@ -376,9 +386,9 @@ class PromptsManager:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Gauges and totals without the ``partial_rollout/`` prefix; groups and samples are counts.
+        """Return gauges and totals by name, without the prefix ``partial_rollout/``; groups and samples are counted.
 
-        What is not defined yet is left out: SwanLab gives up a chart whose first value is nan.
+        A metric that has no value yet is left out: SwanLab drops a chart whose first value is nan.
         """
         groups, counters = self.groups, self.counters
         found = {

@@ -1,21 +1,23 @@
 """Which sample runs next, and where: the claim queue, and the slots of the workers.
 
-An order is a function of a group that returns a sort key, smaller first: one of ``SchedulingPolicy``, or a user's own. It
-may read what it likes and change at any time: ``ClaimQueue`` evaluates it when a sample is queued, when its group starts
-and when a sample of its group ends, and keeps the value in between. Three things stand above every key:
+An order is a function of a group that returns a sort key, smaller first: one of ``SchedulingPolicy``, or a user's own.
+A user's order may depend on anything. ``ClaimQueue`` calls it when a sample is queued, when its group starts and when a
+sample of its group ends, and keeps the key in between. Three rules rank above the key:
 
 1. Overdue groups, those at ``max_staleness``, come first: they must finish in this round.
-2. Samples whose conversation the worker holds come before all others of its choice.
-3. Where overtaking is limited, groups that have started come before prompts, which start in the order of the data.
+2. A worker gets samples whose conversation it holds before samples that any worker could run.
+3. Where ``scheduling.overtake`` sets a limit, started groups come before prompts, which start in the order of the data.
 
 So no order can break the bound on staleness (``admission``), or keep a sample from being run.
 
-``ClaimQueue`` has a heap of groups for each owner. An entry is stale, and skipped, once the group has another entry or no
-sample left there. So a claim costs O(log n). Once a version, when more groups become overdue, the heaps are made anew.
+``ClaimQueue`` has a heap of groups for each owner: each worker that holds conversations, and None for samples of any
+worker. A group that gets a new key gets a new entry. The old entry stays in the heap and is skipped later, as is an
+entry whose group has no more samples queued for that owner. So a claim costs O(log n). Once a version, when more groups
+become overdue, the heaps are rebuilt.
 
 Workers share samples in proportion to their slots: a worker claims samples that any worker could run only until it has
-its fair share. While such a sample is left, some worker is below its share and has a free slot, or all slots are taken.
-So once every worker has claimed, no slot stays free that could be filled.
+its share. While such a sample is queued, some worker below its share has a free slot, or all slots are taken. So once
+every worker has claimed, no slot is free while such a sample is queued.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ POLICY = f"{ROOT}.scheduling.policy"
 
 
 class QueuedGroup(Struct, frozen=True):
-    """A group as an order of the user's own sees it: nothing can be changed through it."""
+    """A read-only view of a group, which a user's own order gets."""
 
     uid: str
     """``epoch/position`` of its prompt in the data"""
     order: int
-    """position among all prompts of the run, from 0; ties between equal keys go by it"""
+    """position among all prompts of the run, from 0; of two equal keys the smaller position runs first"""
     row: Mapping[str, Any]
     """columns of its row of the dataset, such as ``raw_prompt`` and ``extra_info``"""
     birth: int | None
-    """policy version under which its first sample started; None for a prompt that has not"""
+    """policy version under which its first sample started; None if none has started"""
     samples: int
     """number of its samples"""
     unfinished: int
@@ -60,11 +62,11 @@ class QueuedGroup(Struct, frozen=True):
     mean_finished_length: float
     """mean response length of its finished samples, tokens; 1e9 if none has finished, which sorts last"""
     tokens: int
-    """response tokens of all its samples so far; of those that run, as far as their workers have reported"""
+    """response tokens of all its samples so far; of running samples, those that their workers have reported"""
 
 
 Order = Callable[[PromptGroup], Sequence[float] | float]
-"""smaller keys run first; numbers, or sequences of them"""
+"""returns a group's key, a number or a sequence of numbers; the group with the smaller key runs first"""
 Key = tuple[Any, ...]
 
 
@@ -128,7 +130,7 @@ def _imported(path: str) -> Order:
 
 
 def _numbers(key: Any) -> Sequence[Any]:
-    """``key`` as a sequence of numbers that can be compared.
+    """Return ``key`` as a sequence of numbers that can be compared.
 
     Raises:
         TypeError, ValueError: ``key`` holds something that is not a number, or a nan.
@@ -139,7 +141,7 @@ def _numbers(key: Any) -> Sequence[Any]:
         if not isinstance(number, (int, float, Real)):
             raise TypeError(f"returned {key!r:.60}, not a number or a tuple of numbers")
         if number != number:
-            raise ValueError(f"returned {key!r:.60}: nan has no place in an order")
+            raise ValueError(f"returned {key!r:.60}: nan cannot be ordered")
     return numbers
 
 
@@ -150,9 +152,12 @@ class ClaimQueue:
     (None) can be claimed by any worker.
 
     ``pop`` gives a worker samples of overdue groups first, then its own samples, then samples without an owner. Overdue
-    groups go by birth, then by key; other groups go by key. Groups with equal keys go in the order of the data. With
-    policy ``bounded`` the entry of a group that is not overdue is (1, whether nobody owns it, birth, unfinished samples,
-    mean finished length, order of the group)::
+    groups are sorted by birth, then by key; other groups by key. Groups with equal keys
+    stay in the order of the data. So a group's entry in a heap is
+
+    * (0, birth, KEY, order) if it is overdue,
+    * (1, owner is None, KEY, order) otherwise. KEY of policy ``bounded`` is birth, unfinished samples, mean finished
+      length::
 
         owner "w0"   birth 3: 0/0   (1, 0, 3, 1, 1e9, 0)
         owner None   birth 4: 0/1   (1, 1, 4, 1, 1e9, 1)      oldest first
@@ -178,27 +183,27 @@ class ClaimQueue:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._overdue = -math.inf
-        """groups born at this version, or before, come first"""
+        """groups born at this version or before are overdue and come first"""
         self._claimable: defaultdict[str | None, dict[int, deque[Sample]]] = defaultdict(dict)
-        """by owner, and by their group's ``order``"""
+        """queued samples, by owner and by their group's ``order``"""
         self._entries: defaultdict[str | None, dict[int, Key]] = defaultdict(dict)
-        """by owner and ``order``: the valid entry of each group with a claimable sample; its last element is ``order``"""
+        """by owner and ``order``: the valid heap entry of each group with a queued sample, which ends in ``order``"""
         self._heaps: defaultdict[str | None, list[Key]] = defaultdict(list)
-        """by owner: the entries of its groups, and stale ones"""
+        """by owner: the valid entries of its groups, and old ones that ``_top`` skips"""
         self.sizes: Counter[str | None] = Counter()
-        """by owner: number of samples; under None, of those that any worker can claim"""
+        """by owner: number of queued samples; under None, of those that any worker can claim"""
         self.problem: str | None = None
         """the first failure of ``order``, in one line"""
 
     def push(self, sample: Sample) -> None:
-        """Queue ``sample``. Its worker can claim it, or any worker if it has none."""
+        """Queue ``sample``. Only its worker can claim it; any worker can if ``sample.worker`` is None."""
         owner, group = sample.worker, sample.group
         self._claimable[owner].setdefault(group.order, deque()).append(sample)
         self.sizes[owner] += 1
         self._file(owner, group, self._key(group))
 
     def refresh(self, group: PromptGroup) -> None:
-        """Re-file ``group`` after it has started, or one of its samples has ended."""
+        """Compute the key of ``group`` again. Call it when the group has started or one of its samples has ended."""
         # Samples of a group may wait for several owners, and each owner has an entry of its own.
         owners = [each for each in {s.worker for s in group.samples} if group.order in self._claimable.get(each, ())]
         if owners:
@@ -208,7 +213,7 @@ class ClaimQueue:
 
     def make_overdue(self, birth: float) -> None:
         """From here on groups born at version ``birth``, or before, come first."""
-        # Each claim asks for it, and it changes once a version.
+        # Each claim calls this, and the value changes once a version.
         if birth == self._overdue:
             return
         self._overdue = birth
@@ -245,7 +250,7 @@ class ClaimQueue:
             by_owner.pop(owner, None)
 
     def _key(self, group: PromptGroup) -> Key:
-        """The key of ``group`` by its present state; its last element is the group's ``order``."""
+        """Return the key of ``group`` in its present state, followed by the group's ``order``."""
         try:
             key = _numbers(self._order(group))
         except Exception as error:
@@ -276,6 +281,8 @@ class ClaimQueue:
 class Slots:
     """The slots of all workers, and the queue of samples that wait for one.
 
+    Four samples, and two workers with 6 and 2 slots: their shares are 3 samples and 1 sample.
+
     >>> from recipe.partial_rollout.manager.groups import Counters
     >>> from recipe.partial_rollout.manager.types import Prompt
     >>> group = PromptGroup(Prompt("0/0", {}), order=0, unfinished=4)
@@ -296,14 +303,14 @@ class Slots:
         self.queue = queue
         self._samples = samples
         self.workers: dict[str, int] = {}
-        """slots of each worker that has joined and was not released; no two ever have the same name"""
+        """by name: number of slots of each worker that has joined and was not released; a name is never used twice"""
 
     def register(self, worker: str, capacity: int) -> None:
         """Add a worker that can run ``capacity`` samples at once."""
         self.workers[worker] = capacity
 
     def release(self, worker: str) -> list[Sample]:
-        """Forget a dead worker; returns the samples that it had: nobody owns them now."""
+        """Forget a dead worker and its queue, and return the samples that it had; the caller queues them again."""
         self.workers.pop(worker, None)
         self.queue.forget(worker)
         return [sample for sample in self._samples.unfinished.values() if sample.worker == worker]
@@ -314,15 +321,15 @@ class Slots:
             raise RuntimeError(f"worker {worker} is not registered: it was released, or never joined")
 
     def claim(self, worker: str, limit: int | None = None) -> Iterator[Sample]:
-        """Yield up to ``limit`` samples by priority, for slots of ``worker``; the caller starts each before the next.
+        """Yield up to ``limit`` samples for free slots of ``worker``, by priority.
 
-        Of the samples that any worker could run, it gets the overdue ones, and others up to its share. Each is chosen
-        when the iterator reaches it, because starting the one before may have changed the priority of its group.
+        Of the samples that any worker could run, ``worker`` gets overdue ones, and others up to its share. The caller
+        must move each sample to RUNNING before it takes the next: that may change the priority of the sample's group.
 
         Args:
-            limit: None stands for all its free slots.
+            limit: None stands for all free slots of ``worker``.
         """
-        # Those that are parked need no slot.
+        # Parked samples need no slot.
         present = len(self._samples.unfinished) - self._samples.parked
         # Rounded up: shares that are rounded down may leave a sample that no worker claims.
         shared = math.ceil(present * self.workers[worker] / sum(self.workers.values()))
@@ -331,6 +338,6 @@ class Slots:
         for _ in range(free if limit is None else min(limit, free)):
             if (sample := self.queue.pop(worker, own_only=shared <= 0)) is None:
                 return
-            # Those that it holds the conversation of were subtracted above.
+            # Samples whose conversation it holds were subtracted above.
             shared -= sample.worker != worker
             yield sample

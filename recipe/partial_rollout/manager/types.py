@@ -1,6 +1,6 @@
 """Records of the recipe: prompt, group, sample, segment; and the messages that carry them.
 
-Each lifecycle is one enum field: only ``Samples`` writes that of a sample, only ``Groups`` that of a group.
+The states of samples and groups are enum fields. Only ``Samples`` writes those of samples, only ``Groups`` the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class SampleState(StrEnum):
     RUNNING = "running"
     """A worker holds a slot for it."""
     PARKED = "parked"
-    """Gave its slot back and lives on in its worker, which awaits its reward or a tool: it ends there, or comes back."""
+    """Has no slot and lives on in its worker, which awaits a tool or its reward. Then it needs a slot, or ends."""
     INTERRUPTED = "interrupted"
     """Gave its slot back before it ended, and waits for another one; its tokens are cached."""
     FINISHED = "finished"
     FAILED = "failed"
-    """Its agent loop failed and it waits for its retry; if it is not retried, it is masked or ends the run."""
+    """Its agent loop, reward or engine call failed. It awaits a retry, unless it is masked at once or ends the run."""
 
 
 class GroupState(StrEnum):
@@ -45,7 +45,10 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens that one engine call added to a sample; if it was held, those that one version made."""
+    """The tokens that one engine call added to a sample under one version.
+
+    An engine call that was held during weight syncs has a segment for each version (``engine/hold.py``).
+    """
 
     token_ids: np.ndarray
     """int32 [segment_length]"""
@@ -54,9 +57,9 @@ class Segment:
     version: int
     """policy version that made the tokens"""
     stop_reason: str | None = None
-    """the engine's stop reason if the turn is complete; None if the engine call was interrupted, or held after it"""
+    """the engine's stop reason if this segment ends the turn; None if an interruption or a hold cut the turn here"""
     turn: int = 0
-    """number of its turn in the sample; turns may run concurrently"""
+    """number of its turn in the sample, from 0, in the order in which turns began; turns may run concurrently"""
     request_digest: str = ""
     """digest of the prompt and the sampling parameters of its turn (``live_sample.digest_of``)"""
 
@@ -81,8 +84,8 @@ class Segment:
 class SampleOutput:
     """A finished sample, unpadded. ``R`` is its response length: generated and tool tokens.
 
-    An agent loop that returned several outputs has trained several rows: this is its last one, which carries the score, and
-    ``earlier`` has those before it. The state machine knows samples only.
+    Each output that an agent loop returns is trained as a row. This record is the row of the last output, which was
+    scored; ``earlier`` has the rows of the outputs before it, with the same score. The state machine sees one sample.
     """
 
     prompt_ids: np.ndarray
@@ -96,48 +99,48 @@ class SampleOutput:
     versions: np.ndarray
     """int32 [R]; policy version of each generated token, -1 where the mask is 0"""
     segments: int
-    """engine calls that generated it; a call that was held counts once for each version"""
+    """number of the sample's segments: engine calls, where a call that was held counts once for each version"""
     reward_score: float | None
     reward_extra_info: dict[str, Any]
     num_turns: int
     metrics: dict[str, float]
-    """verl's agent-loop metrics (seconds), and the ``untrained_tokens`` that were decoded for it"""
+    """verl's agent-loop metrics (seconds), and ``untrained_tokens``: tokens decoded for it that no row trains"""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     """whether this replaces a sample that has used up its retries: mask all 0, no reward, ``prompt_ids`` empty"""
     images: tuple[int | bytes, ...] = ()
-    """that its tokens show, in order: one of the row's by its place there, one that the loop made as a PNG file"""
+    """images that its tokens show, in order: an image of the dataset row as its index there, any other as a PNG file"""
     earlier: tuple[SampleOutput, ...] = ()
-    """rows of the sample before this one, in the order in which its loop returned them"""
+    """rows of the outputs that the agent loop returned before this one, in that order"""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.log_probs), len(self.versions)}
         if len(lengths) != 1:
             raise RuntimeError(
                 f"sample with {len(self.response_ids)} tokens, {len(self.response_mask)} mask entries, "
-                f"{len(self.log_probs)} log-probs and {len(self.versions)} versions: they must be equal"
+                f"{len(self.log_probs)} log-probs and {len(self.versions)} versions: these numbers must be equal"
             )
 
     @property
     def rows(self) -> tuple[SampleOutput, ...]:
-        """Rows of the sample that are trained, in the order in which its loop returned them.
+        """Return the rows that the sample trains, in the order in which its agent loop returned them.
 
-        They are those of ``earlier``, then this output with an empty ``earlier``.
+        They are the rows of ``earlier``, then this one with an empty ``earlier``.
         """
         return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
 
     @property
     def response_length(self) -> int:
-        """Tokens of all rows."""
+        """Response tokens of all rows together."""
         return sum(len(row.response_ids) for row in (*self.earlier, self))
 
     @property
     def generated(self) -> np.ndarray:
-        """int32 [G]: policy versions of the generated tokens alone, row after row."""
+        """int32 [G]: policy versions of the G generated tokens of all rows, row after row."""
         return np.concatenate([row.versions[row.response_mask.astype(bool)] for row in (*self.earlier, self)])
 
     def staleness(self, version: int) -> int:
-        """Versions from its oldest generated token to the update that starts from ``version``; 0 without tokens."""
+        """Return ``version``, from which the update starts, minus the version of the oldest token; 0 without tokens."""
         generated = self.generated
         # Rows come in any order: a loop may return a branch that began last before the others.
         return int(version - generated.min()) if len(generated) else 0
@@ -148,13 +151,13 @@ class Prompt:
     """One dataset row of one epoch."""
 
     uid: str
-    """``epoch/position``, where position counts the rows in the epoch's order"""
+    """``epoch/position``, both from 0; position counts the rows in the order in which the epoch reads them"""
     row: dict[str, Any]
     """non-tensor fields of verl's dataset row"""
 
 
 def position_of(uid: str) -> tuple[int, int]:
-    """Epoch, and position in it; sorting by both gives the order in which prompts come from the source."""
+    """Return epoch and position of a prompt's uid. Sorted by both, prompts are in the order of the source."""
     epoch, position = uid.split("/")
     return int(epoch), int(position)
 
@@ -164,20 +167,20 @@ class Sample:
     """One response of a group."""
 
     id: str
-    """``GROUP_UID#INDEX``"""
+    """``GROUP_UID#INDEX``, such as ``0/7#2``"""
     group: PromptGroup
     state: SampleState = SampleState.WAITING
     """written by ``Samples`` alone"""
     worker: str | None = None
-    """the worker that runs it or holds its live conversation"""
+    """the worker that runs it or holds its live conversation; None: no worker has it"""
     segments: list[Segment] = field(default_factory=list)
-    """what its engine calls have made, oldest first"""
+    """segments that workers have reported, oldest first; empty once it has finished"""
     failures: int = 0
     """failures of its agent loop or reward"""
     error: str | None = None
-    """the last of these errors, in one line"""
+    """error of the last failure, in one line"""
     output: SampleOutput | None = None
-    """once it has finished, until its group is READY"""
+    """None until it has finished, and again once its group is READY (``PromptGroup.stored``)"""
     since: float = 0.0
     """clock reading (s) of the last state change"""
 
@@ -187,9 +190,9 @@ class Sample:
 
     @property
     def lasting_segments(self) -> list[Segment]:
-        """Segments that outlive its conversation: all of a single-turn sample, none of a multi-turn one.
+        """Segments from which another worker can continue: all of a single-turn sample, none of a multi-turn one.
 
-        A second turn's prompt has tool answers, which only the agent loop knows.
+        The prompt of a second turn has tool answers, which only the agent loop knows.
         """
         return [] if any(segment.turn for segment in self.segments) else self.segments
 
@@ -211,7 +214,7 @@ class PromptGroup:
     finished_length: int = 0
     """sum of the finished samples' response lengths, tokens"""
     stored: Any = None
-    """what the store has returned for the outputs, once it is READY"""
+    """the store's reference to the outputs of its samples while it is READY or TAKEN; else None"""
 
     @property
     def length(self) -> int:
@@ -224,17 +227,20 @@ class PromptGroup:
 
     @property
     def outputs(self) -> list[SampleOutput]:
-        """Outputs of the samples that have finished; none once they are stored."""
+        """Outputs of the samples that have finished; empty once the group is READY, when the store has them."""
         return [sample.output for sample in self.samples if sample.output is not None]
 
     @property
     def mean_finished_length(self) -> float:
-        """Mean length of the finished samples, tokens; 1e9 if none has finished, which sorts last (published key)."""
+        """Mean response length of the finished samples, tokens; 1e9 if none has finished, which sorts last."""
         finished = len(self.samples) - self.unfinished
         return self.finished_length / finished if finished else 1e9
 
     def drop_outputs(self) -> None:
-        """Drop the outputs now: group and samples refer to each other and would keep them until garbage collection."""
+        """Drop the outputs and the store's reference, so that their memory is freed now.
+
+        Group and samples refer to each other, so both would live until the next full garbage collection.
+        """
         self.stored = None
         for sample in self.samples:
             sample.output = None
@@ -265,11 +271,11 @@ class Lease:
     order: int
     row: dict[str, Any]
     segments: tuple[Segment, ...]
-    """of its first turn, from which it goes on; empty for the worker that still holds its conversation"""
+    """segments of its first turn, from which the sample continues; empty if it has none, or is ``resident``"""
     resident: bool = False
-    """whether the worker that gets it still holds its conversation"""
+    """whether the worker still holds the sample's conversation, and so its segments"""
     slots: int = 0
-    """slots that the worker has from here on; 0: as many as before"""
+    """number of slots that the worker has from here on; 0: unchanged"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +286,13 @@ class TakenGroup:
     order: int
     row: dict[str, Any]
     outputs: Sequence[SampleOutput]
-    """of its samples, in order; as long as they are not fetched, what stands for them all in the output store"""
+    """outputs of its samples, in order; before the driver has fetched them, the store's reference to all of them"""
     birth: int | None = None
     """policy version under which its first sample started"""
 
     @property
     def rows(self) -> list[SampleOutput]:
-        """Rows of the group's samples, in order."""
+        """Rows that the group's samples train, sample after sample."""
         return [row for output in self.outputs for row in output.rows]
 
 
@@ -295,7 +301,7 @@ class TakenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Engine calls of a sample made ``segments`` since its worker last reported on it."""
+    """``segments`` that the engine calls of a sample have made since its worker last reported them."""
 
     sample_id: str
     segments: list[Segment]
@@ -303,21 +309,21 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A sample gave its slot back and lives on in its worker."""
+    """A sample gave its slot back and lives on in its worker (``SampleState.PARKED``)."""
 
     sample_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A sample needs a slot again, in the same worker."""
+    """A sample needs a slot again, in the same worker. The slot that it had, if any, is free."""
 
     sample_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sample has ended with ``output``, which stands for all that was not reported yet."""
+    """A sample has ended with ``output``, which has all its tokens, reported before or not."""
 
     sample_id: str
     output: SampleOutput
@@ -325,7 +331,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The agent loop of a sample, or its reward ``times`` in a row, raised ``error`` (one line)."""
+    """A sample failed: its agent loop raised ``error`` (one line), or its reward failed ``times`` in a row."""
 
     sample_id: str
     error: str
@@ -337,22 +343,22 @@ Event = Added | Parked | Interrupted | Finished | Failed
 
 @dataclass(slots=True)
 class Report:
-    """Events of a worker's samples, sent as one message; the worker adds to it until it is sent."""
+    """Events of a worker's samples in one message. The worker adds events until it sends the message."""
 
     worker: str
     events: list[Event] = field(default_factory=list)
     """in the order in which they happened"""
     rescored: int = 0
-    """rewards that failed and are asked for again"""
+    """number of rewards that failed and will be computed again"""
     errors: list[ErrorText] = field(default_factory=list)
-    """the first of each kind in this worker, of samples and tools"""
+    """errors of samples and tools, only the first of each kind (``ErrorText.kind``) in this worker"""
     fatal: str | None = None
     """an error that ends the run, in one line"""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """How far an open round is."""
+    """Progress of an open round."""
 
     ready_groups: int
     running: int
@@ -363,28 +369,31 @@ class RoundProgress:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """The batch that ``wait_batch`` took when it found it complete."""
+    """A version's batch, as ``ManagerActor.wait_batch`` returns it."""
 
     decided_at: float
-    """unix seconds"""
+    """unix seconds at which the manager found the batch complete and took it"""
     groups: list[TakenGroup]
-    """the caller fetches their outputs from the store"""
+    """groups of the batch, oldest first; the driver fetches their outputs from the store"""
     carried_groups: int
-    """groups that had started when its version began, and were not trained (ACTIVE or READY)"""
+    """groups that were ACTIVE or READY when the batch's version began"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """The manager's part of the record of a trained step; the run's log must have it before the next checkpoint."""
+    """The manager's part of a trained step's record.
+
+    The driver must write it to the run's log before the next checkpoint, which lacks ``admitted`` and ``filtered``.
+    """
 
     admitted: list[str]
-    """uids of the groups admitted since the step before, in order"""
+    """uids of the groups admitted since the step before, in dispatch order"""
     filtered: list[FilteredGroup]
-    """since the step before"""
+    """groups filtered since the step before"""
     metrics: dict[str, float]
-    """``PromptsManager.metrics`` of the batch; its ``gauges`` are those before the next version began"""
+    """``PromptsManager.metrics`` after the update; its ``gauges`` were read when the batch was taken"""
     errors: tuple[ErrorText, ...] = ()
-    """those that workers have reported since the step before, the first of each kind"""
+    """errors that workers have reported since the step before, each the first of its kind in this process of the run"""
 
 
 class RolloutFailedError(RuntimeError):

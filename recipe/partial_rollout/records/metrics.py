@@ -1,6 +1,6 @@
-"""Metrics that are computed from the log, alike for dashboard, report and forecast.
+"""Metrics that dashboard, report and forecast share; all three compute them here.
 
-A step's other metrics have their names where they are made: ``rollout/recorder.py``, ``manager/prompts_manager.py``,
+The other metrics of a step are named and computed in ``rollout/recorder.py``, ``manager/prompts_manager.py``,
 ``training/loss.py`` and ``training/agent_loop_manager.py``.
 """
 
@@ -27,7 +27,7 @@ class Spread:
 
 
 def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
-    """Mean, 95th percentile and maximum of ``values``; None if there are none."""
+    """Return mean, 95th percentile and maximum of ``values``; None if ``values`` is empty."""
     if not len(values):
         return None
     # No interpolation, as suits counts (versions, segments): the 95th percentile is one of the values.
@@ -36,7 +36,9 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
 
 
 def length_sigmas(groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Standard deviations of response lengths, tokens: over the batch; within a group, root mean square over ``groups``.
+    """Return two standard deviations of response lengths, in tokens: of all samples, and within a group.
+
+    The second is the root mean square over the groups. ``groups`` has the lengths of each group's samples.
 
     >>> length_sigmas([[1, 3], [9, 11]])
     (4.123105625617661, 1.0)
@@ -47,21 +49,21 @@ def length_sigmas(groups: Sequence[Sequence[int]]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunningCurve:
-    """A step function of running calls: exactly ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``; it ends at 0."""
+    """Number of running engine calls: ``running[:, i]`` from ``times[i]`` to ``times[i + 1]``, and 0 at the end."""
 
     times: np.ndarray
-    """[point], unix seconds, ascending; the first and last are the phase's start and end"""
+    """float [point], unix seconds, ascending; the first and last are the phase's start and end"""
     running: np.ndarray
-    """[row, point]"""
+    """int [row, point]; a row for each replica, or one row for all"""
 
     def slot_seconds(self, full: int) -> float:
-        """Integral over time of the running calls of all rows, with at most ``full`` counted at once."""
+        """Return the integral over time (s) of the running calls of all rows, counting at most ``full`` at a time."""
         total = np.minimum(self.running.sum(axis=0), full)
         return float(np.sum(total[:-1] * np.diff(self.times)))
 
 
 def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCurve:
-    """The curve of the phase's calls while they were busy, cut at the phase's start and end.
+    """Return the curve of the phase's calls, each from ``busy_from`` to ``end``, cut at the phase's start and end.
 
     Args:
         replicas: number of rows, one a replica; None: all calls in one row.
@@ -78,7 +80,7 @@ def running_curve(phase: RolloutPhase, replicas: int | None = None) -> RunningCu
 
 
 def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
-    """Mean share of ``full`` slots that were empty during the phases, 0 to 1; None if they took no time."""
+    """Return the mean share (0 to 1) of ``full`` slots that were empty in ``phases``; None if they took no time."""
     seconds = sum(phase.seconds for phase in phases)
     if seconds <= 0:
         return None
@@ -88,8 +90,8 @@ def bubble_fraction(phases: Sequence[RolloutPhase], full: int) -> float | None:
 def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
     """Return the bubble of a phase in which engine calls are still running when it ends; None if it took no time.
 
-    A running call is not known yet, so each call counts whole in the phase in which it ends. The share (0 to 1) is
-    therefore right as a mean over many phases, not for a single one.
+    The log has a call only once it has ended, so each call counts whole in the phase in which it ends. The share, 0 to
+    1, is therefore right as a mean over many phases, not for a single one.
     """
     if phase.seconds <= 0:
         return None
@@ -98,7 +100,7 @@ def bubble_of_ended(phase: RolloutPhase, full: int) -> float | None:
 
 
 SECTION = "0_overview"
-"""what the keys start with, before the slash"""
+"""prefix of the keys of these metrics, before the slash"""
 
 HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 """verl's mean validation reward (accuracy, if the reward function gives one) of a data source"""
@@ -118,27 +120,32 @@ _COPIES = {
     "off_policy_share": "partial_rollout/off_policy_token_fraction",
     "length_bias": "partial_rollout/length/bias",
 }
-"""metric to the key that it copies"""
+"""name of a metric in the overview to the key of the step's metric that it copies"""
 
 _SYNCHRONOUS = {"staleness_mean": 0.0, "staleness_max": 0.0, "off_policy_share": 0.0, "length_bias": 1.0}
-"""what these are under noPR, by definition: a batch is dispatched, decoded and trained under one version"""
+"""values of these metrics under noPR, where a batch is dispatched, decoded and trained under one version"""
 
 METRICS = ("held_out_reward", *_COPIES)
-"""names of the metrics of every run"""
+"""names of all metrics in the overview"""
 
 
 def held_out_rewards(steps: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Mean rewards of the validations among ``steps`` (verl's metrics of each), in their order."""
+    """Return the mean validation rewards in ``steps``, in order: one for each data source of each validation.
+
+    Args:
+        steps: verl's metrics of each step; steps without a validation have no reward.
+    """
     return [float(value) for step in steps for key, value in step.items() if HELD_OUT.fullmatch(key)]
 
 
 def overview(data: Mapping[str, Any], *, partial: bool) -> dict[str, float]:
-    """The metrics that ``data``, the metrics of a step, allows; by their full keys, in the order in which a dashboard
-    shows them.
+    """Return the overview's metrics of a step by full key, in the order in which a dashboard shows them.
+
+    A metric that ``data`` does not give is left out. The held-out reward is the mean over the data sources.
 
     Args:
-        data: by verl's keys; a validation without a training step has few of them.
-        partial: False under noPR, whose staleness, off-policy share and length bias are known.
+        data: the step's metrics, by verl's keys; a validation before the first step has few of them.
+        partial: False under noPR: staleness, off-policy share and length bias are then constants.
 
     >>> overview({"val-core/gsm8k/acc/mean@4": 0.5, "val-core/math/acc/mean@4": 0.7}, partial=True)
     {'0_overview/held_out_reward': 0.6}

@@ -1,14 +1,15 @@
-"""``run.jsonl``: what happened in a run of either arm, an event a line. Each process of the run appends to it.
+"""``run.jsonl``: the events of a run (PR or noPR), an event a line. Each process of the run appends to it.
 
     run         a process begins, from scratch or from a checkpoint
     begin       the rollout of a step begins (PR)
-    round       its engine calls, and the groups that it admitted, filtered and trained; written after the update
+    round       the rollout of a step: engine calls; groups admitted, filtered and trained. Written after the update
     phase       any other span: training, validation, weight sync, ...
     checkpoint  the checkpoint of a step is complete
-    ended       the process ends on purpose
+    ended       the process ends because the training is over or was stopped, not by an error
 
-A process that resumes undoes what is beyond its checkpoint (``tools/reading/lineage``). The writer ends every line before
-it begins the next, so each process can leave one torn line, its last. Times are unix seconds.
+A process may resume from a checkpoint of an earlier step. Readers then ignore the later rounds of the processes before
+it (``tools/reading/lineage``). A killed process can leave its last line unfinished (torn); the next process begins a
+new line. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.manager.types import FilteredGroup, TakenGroup, position_of
 
 NAME, METRICS = "run.jsonl", "metrics.jsonl"
-"""the run's files; the second is verl's log of the steps, ``{"step": int, "data": {...}}`` a line"""
+"""names of the run's files; the second is verl's log, a line ``{"step": int, "data": {...}}`` a step"""
 
 
 # -- engine calls and trained groups -----------------------------------------------------------------------------------
 
 
 class EngineCall(Struct, frozen=True, array_like=True, gc=False):
-    """One request to a replica, as its client saw it; in ``run.jsonl`` a list of the fields in their order.
+    """One request to a replica, as the worker that sent it saw it; in ``run.jsonl`` a list of the fields, in order.
 
     >>> call = EngineCall("10.0.0.1:8000", start=0.0, end=10.0, tokens=40, version=3, queued_s=2.0)
     >>> call.busy_from
@@ -52,28 +53,33 @@ class EngineCall(Struct, frozen=True, array_like=True, gc=False):
     tokens: int
     """decoded by this call"""
     version: int
-    """policy version that the replica held; -1 if it did not say"""
+    """policy version of the replica when the call ended; -1 if the replica did not report it"""
     resumed_tokens: int = 0
-    """tokens that it prefilled again after an interruption, or after a tool; those still cached do not count"""
+    """tokens that an engine had read or made before, and that this call prefilled again: after an interruption, or
+    after a tool. Tokens still in the KV cache do not count"""
     context_tokens: int = 0
-    """prompt and response tokens that it started from; 0 if not noted"""
+    """tokens of its prompt, which includes the sample's tokens so far; 0 if not recorded"""
     queued_s: float = 0.0
-    """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not say"""
+    """seconds that it waited in the engine before it was first scheduled; 0 if the replica does not report it"""
     sample: str = ""
-    """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not noted"""
+    """the sample: ``epoch/position#index`` under PR, verl's request id under noPR; "" if not recorded"""
     interrupted: bool = False
     """whether the engine aborted it, so that the sample resumes with another call"""
     waited_s: float = 0.0
-    """seconds before ``start`` that its sample waited for a slot in an open round; 0 if not noted, and under noPR"""
+    """seconds before ``start`` that its sample waited for a slot, or for the worker's gate; 0 under noPR"""
 
     @property
     def busy_from(self) -> float:
-        """When it began to run in its engine (unix seconds); while it queues it makes no token and its slot is empty."""
+        """Unix seconds at which it began to run in its engine. A call in the engine's queue counts as an empty slot."""
         return min(self.start + self.queued_s, self.end)
 
 
 class RolloutPhase(Struct, frozen=True):
-    """A time span from the start of a round until every replica is quiet, and its engine calls."""
+    """The time span of a round, and its engine calls.
+
+    The span lasts from the start of the round until every replica is quiet; under separate placement from batch to
+    batch, and the calls are those that ended in it.
+    """
 
     start: float
     """unix seconds"""
@@ -85,7 +91,7 @@ class RolloutPhase(Struct, frozen=True):
         return self.end - self.start
 
     def column(self, name: str) -> np.ndarray:
-        """[call] attribute ``name`` of each"""
+        """Return attribute ``name`` of each call, as an array [call]."""
         columns = getattr(self.calls, "column", None)
         return columns(name) if columns else np.array([getattr(call, name) for call in self.calls])
 
@@ -101,9 +107,9 @@ Uid = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")]
 
 
 def prompt_identity(row: dict[str, Any]) -> str:
-    """Identifier of a dataset row, made of its prompt and its index in the file; the same in every run and arm.
+    """Return an identifier of a dataset row, made of its prompt and its ``index``; the same in every run, PR or noPR.
 
-    Images count by the bytes of their files.
+    Images are identified by the bytes of their files.
     """
     # noPR has them opened, and the repr of an opened image is its address.
     digest = hashlib.sha1(repr(list(closed(row.get(MESSAGES, [])))).encode()).hexdigest()[:12]
@@ -112,7 +118,7 @@ def prompt_identity(row: dict[str, Any]) -> str:
 
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
-    """A prompt with its samples; lists have one entry a sample."""
+    """A trained group; lists have one entry a sample."""
 
     uid: Uid
     """under noPR the position is that in verl's batches"""
@@ -121,25 +127,28 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
     prompt: str
     """``prompt_identity`` of its row"""
     birth: Count | None = None
-    """policy version under which its first sample started; None: not noted"""
+    """policy version under which its first sample started; None: not recorded"""
     lengths: list[Count]
     """response tokens"""
     staleness: list[Count]
-    """versions from each sample's first generated token to the update that trains it; 0 without tokens"""
+    """version from which the update starts, minus that of the sample's oldest token; 0 without tokens"""
     segments: list[Count]
-    """engine calls; a call that was held counts once for each version"""
+    """engine calls of each sample; a call that was held counts once for each version"""
     tokens: Count
     """tokens generated by the model, in all samples"""
     off_policy_tokens: Count = 0
-    """tokens of these that were made by weights older than those that the update starts from"""
+    """those of ``tokens`` that were sampled by weights older than those from which the update starts"""
     masked: Count = 0
     """samples that used up their retries"""
     more_rows: Count = 0
-    """rows of the batch beyond one for each sample: of agent loops that returned several outputs"""
+    """rows of the batch beyond one a sample; an agent loop that returned several outputs has several rows"""
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.staleness) == len(self.segments):
-            raise ValueError(f"group {self.order} has lists of different lengths, one entry a sample each")
+            raise ValueError(
+                f"group {self.order} has lists of different lengths: "
+                "lengths, staleness and segments must have one entry a sample"
+            )
 
     @classmethod
     def of(cls, group: TakenGroup, version: int) -> Self:
@@ -161,7 +170,7 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that are its samples'."""
+        """Number of rows of the batch that its samples have."""
         return len(self.lengths) + self.more_rows
 
     @property
@@ -184,7 +193,7 @@ class _Event(Struct, frozen=True, tag_field="event"):
 
 
 class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
-    """A process begins: what a reader of its events must know."""
+    """A process of the run begins: the settings that readers of its events need."""
 
     arm: Arm
     experiment: str
@@ -200,21 +209,21 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
     mode: str
     policy: str
     verl: str
-    """version"""
+    """its version"""
     vllm: str
-    """version"""
+    """its version"""
     untested: str = ""
-    """what the run does without, in one line, where that vLLM is not a tested one; "" where it is"""
+    """one line that says what the run lacks because ``vllm`` is not a tested version; "" if it is a tested one"""
     overtake: float | None = None
     """``partial_rollout.scheduling.overtake``, a share of N; None: no limit, and under noPR"""
     trainer: str = ""
-    """strategy of verl's actor: fsdp, fsdp2, megatron; "": an earlier version of the recipe did not note it"""
+    """strategy of verl's actor: fsdp, fsdp2, megatron; "" in logs of an earlier version of the recipe"""
     placement: str = "colocated"
     """``partial_rollout.placement``"""
     epoch_prompts: Positive
     """prompts trained in an epoch"""
     total: Count
-    """prompts that the whole training trains, over its epochs"""
+    """prompts that the whole training trains, in all its epochs"""
     offered: Count
     """prompts that may be admitted: more than ``total`` if the training ends with prompts in flight (``drain=False``)
     or filters groups"""
@@ -223,7 +232,7 @@ class RunSettings(_Event, frozen=True, tag="run", kw_only=True):
     drains: bool = True
     """whether nothing is left in flight once the training reaches its last step"""
     resumed: Count = 0
-    """step of the checkpoint that it goes on from; 0: from scratch"""
+    """step of the checkpoint from which the process resumed; 0: from scratch"""
 
     @property
     def separate(self) -> bool:
@@ -244,25 +253,25 @@ class Begin(_Event, frozen=True, tag="begin"):
 
 
 class Round(_Event, frozen=True, tag="round", kw_only=True):
-    """The rollout phase of ``step``, and what became of its groups."""
+    """The rollout phase of ``step``, and the groups that it trained, admitted and filtered."""
 
     step: Positive
     phase: RolloutPhase
     trained: Sequence[TrainedGroup]
     admitted: Sequence[Uid] = ()
-    """groups, in order; PR, as is all that follows"""
+    """uids of the groups admitted, in dispatch order. This field and those below have their defaults under noPR"""
     filtered: Sequence[FilteredGroup] = ()
-    """consumed by dynamic sampling without being trained"""
+    """groups consumed by dynamic sampling without being trained"""
     interrupt_s: float | None = None
-    """seconds from the decision to interrupt until every engine was quiet"""
+    """seconds from the decision to interrupt until every engine was quiet; None under separate placement"""
     resume_s: float | None = None
-    """seconds from the opening of the round to its first engine call"""
+    """seconds from the opening of the round to its first engine call; None under separate placement"""
     carried_groups: Count = 0
-    """groups that had started when it began, and were not trained"""
+    """groups that were ACTIVE or READY when the round began"""
     lost_samples: Count = 0
-    """samples unaccounted for so far, not only in this round"""
+    """samples of the run so far that were admitted and are neither in flight nor trained nor filtered: always 0"""
     lost_tokens: Count = 0
-    """decoded so far for conversations that began anew (``Counters.lost_tokens``)"""
+    """``Counters.lost_tokens`` of the whole run so far"""
 
     @property
     def version(self) -> int:
@@ -271,14 +280,16 @@ class Round(_Event, frozen=True, tag="round", kw_only=True):
 
 
 PhaseName = Literal["train", "validate", "sync", "wait", "stage", "hold", "flush"]
-"""Kinds of ``Phase``; ``wait`` to ``flush`` are of separate placement::
+"""Kinds of ``Phase``; only separate placement has ``wait``, ``stage``, ``hold`` and ``flush``::
 
-    train     from the batch to the log; under separate placement the sync, staging and hold of the step lie in it
-    sync      new weights on their way to the replicas, from the trainer to the last replica
+    train     from the end of a step's rollout until its log, or its validation if that is first. Under separate
+              placement the step's sync, stage and hold are part of it
+    validate  a validation
+    sync      a weight sync, from its start until the last replica has the new weights
     wait      the trainer waits for its batch
-    stage     new weights leave the trainer while the engines decode
-    hold      all engines are held, from the request to the resumption, while they load the weights
-    flush     the engines are stopped for a checkpoint
+    stage     the trainer hands over new weights while the engines decode
+    hold      the engines are held to load the weights, from the request to hold them until they resume
+    flush     the engines are interrupted for a checkpoint, until they resume
 """
 
 
@@ -287,25 +298,25 @@ class Phase(_Event, frozen=True, tag="phase"):
 
     name: PhaseName
     step: int
-    """or, of a ``sync``, the policy version"""
+    """the step; of a ``sync``, ``stage`` or ``hold``, the policy version that is loaded (step s makes version s)"""
     start: float
     end: float
 
 
 class Checkpoint(_Event, frozen=True, tag="checkpoint"):
-    """The checkpoint of ``step`` is whole."""
+    """The checkpoint of ``step`` is complete."""
 
     step: Count
 
 
 class Ended(_Event, frozen=True, tag="ended"):
-    """The process ends on purpose after ``step``."""
+    """The process ends after ``step``: the training is over, or was stopped."""
 
     step: Count
     complete: bool
-    """whether the training is over"""
+    """True: the training is over; False: it was stopped before its last step"""
     exhausted: bool = False
-    """whether it is over because the data could not fill another batch"""
+    """whether the training is over early, because the data could not fill another batch"""
 
 
 Event = RunSettings | Begin | Round | Phase | Checkpoint | Ended
@@ -316,7 +327,7 @@ class _Logged(Struct):
 
 
 def logged_steps(metrics: Path) -> list[tuple[int, bytes]]:
-    """Step and text of each line of the run's file ``metrics``; torn lines are left out."""
+    """Return step number and text of each line of the run's file ``metrics``; torn lines are left out."""
     found = []
     for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -328,8 +339,8 @@ class RunLog:
     """Appends events to the log of one run directory (made if missing); each is in the file as soon as it is added.
 
     Args:
-        settings: of the process that begins.
-        replicas: server ids, in replica order; a call is noted under its replica's index.
+        settings: the settings of the process that begins; the first event that is appended.
+        replicas: server ids (addresses), in replica order; the log has a replica's index instead.
     """
 
     def __init__(self, directory: Path, settings: RunSettings, replicas: Sequence[str]) -> None:
@@ -337,7 +348,7 @@ class RunLog:
         self._index: dict[str | int, int] = {}
         self.use_replicas(replicas)
         self.last_round: Round | None = None
-        """the round noted last, its replicas by index"""
+        """the last round that was added; its calls have replica indices; None before the first one"""
         self._file = (directory / NAME).open("a+b")
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
@@ -347,17 +358,20 @@ class RunLog:
         self.add(settings)
 
     def use_replicas(self, replicas: Sequence[str]) -> None:
-        """From here on the replicas have these server ids, in replica order."""
+        """Set the server ids of the replicas, in replica order, for the rounds that follow."""
         self._index.update({address: i for i, address in enumerate(replicas)})
 
     def round(self, round_: Round) -> None:
-        """Add a round, whose calls name their replicas by server id; it must know these."""
+        """Append a round. Its calls name replicas by server id (``use_replicas``); the log gets their indices."""
         calls = [structs.replace(call, replica=self._index[call.replica]) for call in round_.phase.calls]
         self.last_round = structs.replace(round_, phase=structs.replace(round_.phase, calls=calls))
         self.add(self.last_round)
 
     def add(self, event: Event, *, sync: bool = False) -> None:
-        """Add any other event; ``sync``: every line is on disk afterwards."""
+        """Append an event. With ``sync`` return only once this and all lines before it are on disk (fsync).
+
+        ``round`` adds a ``Round``.
+        """
         self._file.write(msgspec.json.encode(event) + b"\n")
         # Into the file at once: a process that is killed loses what Python still buffers.
         self._file.flush()
