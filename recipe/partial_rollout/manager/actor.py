@@ -341,7 +341,10 @@ class ManagerActor:
             delay_s = retry_delay_s(self._manager.samples.unfinished[sample_id].failures)
             asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
-            self._fail(f"sample {sample_id} on {worker} failed: {error}")
+            self._fail(
+                f"sample {sample_id} failed on {worker}, and partial_rollout.failures.sample_retries=null ends the run at "
+                f"the first failure: {error}"
+            )
 
     def _retry(self, sample_id: str) -> None:
         # It could not report while it waited.
