@@ -342,8 +342,8 @@ class ManagerActor:
             asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
             self._fail(
-                f"sample {sample_id} failed on {worker}, and partial_rollout.failures.sample_retries=null ends the run at "
-                f"the first failure: {error}"
+                f"sample {sample_id} failed on {worker}, and partial_rollout.failures.sample_retries=null ends the run "
+                f"at its first failure: {error}"
             )
 
     def _retry(self, sample_id: str) -> None:

@@ -313,8 +313,8 @@ def _align(
         if turn.unlike and (count := int((sources // _PLACES == turn.number).sum())):
             raise ValueError(
                 f"sample {sample.id}: {count} of its trained tokens were sampled with {turn.unlike}. Their log-probs "
-                "cannot be compared with the trainer's, which are of the whole distribution at rollout.temperature: leave "
-                "the parameter out of calls that are trained, or set partial_rollout.correction=none"
+                "cannot be compared with the trainer's, which are of the whole distribution at rollout.temperature: "
+                "leave the parameter out of calls that are trained, or set partial_rollout.correction=none"
             )
     return versions, log_probs, sources
 

@@ -202,7 +202,7 @@ class ClaimLoop:
         try:
             event = await self._outcome(sample)
             if sample.slot_requested:
-                # A call that the loop left behind has asked for a slot, which the manager may be granting at this moment.
+                # A call that the loop left behind has asked for a slot, which the manager may be granting just now.
                 await sample.leased.wait()
         except InfraError as error:
             self.outbox.unsent.fatal = self.outbox.record_error(error).line

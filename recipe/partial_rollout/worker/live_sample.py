@@ -342,7 +342,7 @@ def _timed(tool: Any, bounded: TimedTool) -> Any:
 
 
 class TimedTool(OneOfASample):
-    """Gives each ``create``, ``execute`` and ``release`` of a tool a deadline (``timed``); the rest is the tool's own."""
+    """Gives each ``create``, ``execute`` and ``release`` of a tool a deadline; everything else is the tool's own."""
 
     def __init__(
         self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]

@@ -243,7 +243,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
             known: tokens of the prompt that an engine has read or decoded in earlier turns.
         """
         last, stops = None, None
-        # The earliest group first, so that the engine preempts the newest (``main_ppo.apply_overrides`` sets the policy).
+        # The earliest group first: the engine then preempts the newest (``main_ppo.apply_overrides`` sets the policy).
         kwargs["priority"] = sample.lease.order
         budget = self._budget(len(prompt_ids), params)
         if params.get("stop"):
