@@ -236,7 +236,7 @@ OWN = [1] * 5 + [0]
         (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
         (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, but the model's tokens are 0 to 999"),
         (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, but"),
-        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, and"),
+        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, but"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
