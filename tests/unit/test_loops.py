@@ -228,15 +228,15 @@ OWN = [1] * 5 + [0]
     ("returned", "said"),
     [
         (lambda ids: [output_of(PROMPT, ids)] * 2, None),
-        (lambda ids: [output_of(PROMPT, ids), None], "returned a list of NoneType: return the AgentLoopOutput"),
+        (lambda ids: [output_of(PROMPT, ids), None], "returned a list of NoneType: it must return an AgentLoopOutput"),
         (lambda ids: [], "returned an empty list"),
         (lambda ids: [output_of([7] * 17, ids), output_of(PROMPT, ids)], "a prompt of 17 tokens"),
-        (lambda ids: None, "returned NoneType: return the AgentLoopOutput that is trained"),
+        (lambda ids: None, "returned NoneType: it must return an AgentLoopOutput"),
         (lambda ids: output_of([7] * 17, ids), "a prompt of 17 tokens (actor_rollout_ref.rollout.prompt_length=16)"),
         (lambda ids: output_of(PROMPT, [*ids, *[2] * 60], [1] * 5 + [0] * 60), "a response of 65 tokens"),
-        (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, and the model knows those from 0 to 999"),
-        (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, and"),
-        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, and"),
+        (lambda ids: output_of(PROMPT, [*ids, -100], OWN), "token -100, but the model's tokens are 0 to 999"),
+        (lambda ids: output_of(PROMPT, [*ids, 1000], OWN), "token 1000, but"),
+        (lambda ids: output_of(PROMPT, [*ids, 2**40], OWN), f"token {2**40}, but"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
@@ -265,7 +265,7 @@ def test_list_under_the_legacy_trainer_fails_its_sample_in_one_line():
         return [await plain(client, row, params)] * 2
 
     output, _ = trained(twice, use_v1=False)
-    said = "TypeError: the agent loop returned a list of 2 outputs: trainer.use_v1=True trains several rows of a sample"
+    said = "the agent loop returned a list of 2 outputs: only trainer.use_v1=True trains several rows of a sample"
     assert output.masked and said in output.extra_fields["sample_error"]
 
 

@@ -39,7 +39,7 @@ def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
     tool = function("add", functions[where]) if where in functions else BaseTool({}, tool_schema("add"))
     if where not in functions:
         setattr(tool, where, hangs)
-    with pytest.raises(TimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s .*tool_timeout_s"):
+    with pytest.raises(TimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s: .*tool_timeout_s"):
         run(tool, in_verls_loop, 0.1)
 
 

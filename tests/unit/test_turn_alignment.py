@@ -158,7 +158,7 @@ def test_token_counts_for_the_call_that_made_it_in_its_place(turns, response, ma
 @pytest.mark.parametrize(
     ("prompt", "response", "mask", "log_probs", "why"),
     [
-        (P, [5, 9], [1, 1], None, "1 tokens as generated that no engine call made"),
+        (P, [5, 9], [1, 1], None, "1 tokens with mask 1 that no engine call made"),
         (P, [5, 6, 6], [1, 1, 1], None, "1 tokens .* no engine call made"),
         (P, [5, 9, 6], [1, 0, 1], None, "1 tokens .* no engine call made"),
         (P, [9, 5, 6], [1, 1, 1], None, "3 tokens .* no engine call made"),
@@ -166,9 +166,9 @@ def test_token_counts_for_the_call_that_made_it_in_its_place(turns, response, ma
         (P, [5, 6], [1, 1], [-1.5], "2 tokens with 1 log-probs"),
         (P, [5, 6], [1], [-1.5], "2 tokens with a mask of 1"),
         # The loop has changed its prompt, cut it, or asked a longer one.
-        ([7, 9], [5, 6], [1, 1], None, "2 tokens .* after another context: a loop that rewrites"),
-        ([8], [5, 6], [1, 1], None, "2 tokens .* after another context"),
-        ([1, *P], [5, 6], [1, 1], None, "2 tokens .* after another context"),
+        ([7, 9], [5, 6], [1, 1], None, "2 tokens .* after exactly this context. A loop that rewrites"),
+        ([8], [5, 6], [1, 1], None, "2 tokens .* after exactly this context"),
+        ([1, *P], [5, 6], [1, 1], None, "2 tokens .* after exactly this context"),
     ],
 )
 def test_tokens_or_log_probs_that_are_not_the_engines_are_refused(prompt, response, mask, log_probs, why):
@@ -184,7 +184,7 @@ def test_answer_to_other_images_is_not_of_the_context_that_is_trained(trained):
         # A tool's image came after the answer.
         assert sample_output(sample, [output], 10**6, [trained]).versions.tolist() == [1, 1]
     else:
-        with pytest.raises(RuntimeError, match=r"after another context: .*, images included"):
+        with pytest.raises(RuntimeError, match=r"after exactly this context\. .*, images included"):
             sample_output(sample, [output], 10**6, [trained])
 
 
@@ -208,5 +208,5 @@ def test_token_that_two_rows_train_is_decoded_once():
     sample = played((P, 1, [5]), ([*P, 5], 1, [6]), ([*P, 5], 1, [7]))
     made = sample_output(sample, [output_of(P, [5, 6]), output_of(P, [5, 7])], 10**6)
     assert made.metrics["untrained_tokens"] == 0 and len(made.generated) == 4
-    with pytest.raises(RuntimeError, match="1 tokens as generated that no engine call made"):
+    with pytest.raises(RuntimeError, match="1 tokens with mask 1 that no engine call made"):
         sample_output(sample, [output_of(P, [5, 6]), output_of([*P, 5, 6], [7])], 10**6)

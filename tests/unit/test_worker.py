@@ -120,7 +120,7 @@ async def test_clock_stands_until_the_last_of_overlapping_waits_and_starts_anew(
 
 @pytest.mark.parametrize(
     ("held", "message"),
-    [(True, "as held by w1, which has no conversation"), (False, "as new to w1, which still has its conversation")],
+    [(True, "as live on w1, which does not run it"), (False, "as new to w1, which still runs it")],
 )
 async def test_disagreement_with_the_manager_on_a_conversation_ends_the_run(held, message):
     async with training([[5], [60]]) as one:

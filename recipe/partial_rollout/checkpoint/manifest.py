@@ -1,12 +1,13 @@
-"""The files of a checkpoint: states, each one packed dictionary, and a manifest, written last, with the hash of each.
+"""The recipe's files in a checkpoint: state files, and a manifest that lists all files and is written last.
 
-A step directory with a valid manifest is whole, and it is verified before any state is read.
+A step directory with a valid manifest is whole. ``verify`` compares the sizes of all files, and the hashes of the state
+files, before any state is read. A state file is one packed dictionary, of the manager or of the prompt source.
 
-``begin`` marks a directory before anything is written to it, ``seal`` ends it::
+``begin`` marks a directory before anything is written to it, ``seal`` completes it::
 
     begin(step_dir) -> verl's files, state files -> seal(step_dir, manifest)
 
-A directory that was begun and not sealed is torn; one that was never begun is foreign: verl's own.
+A directory that was begun and not sealed is torn. One that was never begun is foreign: verl alone wrote it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DIRECTORY = "partial_rollout"
 """directory of the recipe's own files within a step directory"""
 NAME = "manifest.json"
 Format = Literal[6]
-"""version of the manifest and of the state files, for any change of either"""
+"""version of the format of the manifest and the state files; a change of either increments it"""
 
 STEP = re.compile(r"global_step_([0-9]+)")
 
@@ -56,13 +57,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
     run: str
     """id of the run, by which trackers know it"""
     run_dir: str
-    """directory of the run that sealed it; a copied checkpoint lies elsewhere, and is another run's"""
+    """absolute path of the run directory in which it was sealed; a run that finds it in a copy takes a new id"""
     state: str
     """suffix of the names of its state files (``state_file``); files of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}
-    """facts that a run must match to resume from it, by key of the config; JSON-able"""
+    """values that a run must match to resume from it, by config key, e.g. {"data.train_batch_size": 64}; JSON-able"""
     kept: list[int] = []
-    """steps whose checkpoints a limit applies to, oldest first (``RunCheckpoints``)"""
+    """steps of the checkpoints saved under a limit (``RunCheckpoints``' ``keep``), oldest first; only they are removed
+    """
     files: dict[str, ListedFile] = {}
     """its files by path relative to the step directory"""
 
@@ -106,7 +108,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 
 def seal(step_dir: Path, manifest: Manifest) -> None:
-    """Make the checkpoint whole: its files are synced to disk, then ``manifest``, which gets their list."""
+    """Make the checkpoint whole: sync its files to disk, then write ``manifest`` with the list of these files."""
     ours = step_dir / DIRECTORY
     # verl's files are gigabytes, so only their sizes are checked; ours are read back whole.
     own = {path: _checksum(path) for path in ours.glob(f"*-{manifest.state}.state")}
@@ -155,7 +157,7 @@ def _checksum(path: Path) -> str:
 
 
 def read(step_dir: Path) -> Manifest:
-    """Return the manifest of ``step_dir`` without a look at the other files; raises as ``verify``."""
+    """Return the manifest of ``step_dir`` without checking the files that it lists; raise as ``verify`` does."""
     if not any(step_dir.iterdir()):
         # A process that was killed between its first two directories leaves it so.
         raise torn(step_dir, "it is empty")

@@ -1,8 +1,8 @@
 """Packs plain Python and numpy values as msgpack: reading them back can only give data, never run code.
 
-Extension types cover arrays (dtype, shape, bytes), numpy scalars, object arrays and tuples (by elements). A value of any
-other type is refused with its path; nothing is pickled or silently turned into text. Only bytearrays and memoryviews come
-back as bytes.
+Extension types cover arrays (dtype, shape, bytes), numpy scalars, object arrays and tuples (by elements). A value of
+any other type is refused with its path; nothing is pickled or silently turned into text. Values come back with their
+types, except that bytearrays and memoryviews come back as bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _ALLOWED = (
     "plain values (integers of at most 64 bits), lists, tuples, dictionaries, numpy arrays of bool, int, float, str"
 )
 _ERRORS = "surrogatepass"
-"""a prompt may hold a lone surrogate, which strict UTF-8 cannot"""
+"""UTF-8 error handler for texts with a lone surrogate, which strict UTF-8 cannot encode; a prompt may have one"""
 
 
 class UnsaveableError(ValueError):
     """A value cannot be saved.
 
-    The message names its path, as in ``reserve[3].row.image: PIL.Image.Image cannot ...``; not if all is too large or deep.
+    The message names its path, as in ``reserve[3].row.image: PIL.Image.Image cannot ...``. It has no path if msgpack
+    itself fails, because the whole value is too large or nested too deep.
     """
 
 
@@ -93,7 +94,7 @@ def _refusal(value: Any) -> str:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that was packed; its arrays are writable, as torch needs them. Raises for bytes of another kind."""
+    """Return the packed value; its arrays are writable, as torch needs them. Raise if ``data`` is not of ``pack``."""
     return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False, unicode_errors=_ERRORS)
 
 

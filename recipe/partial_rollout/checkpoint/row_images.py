@@ -1,7 +1,7 @@
-"""Images of dataset rows: bytes of an image file wherever a prompt waits, travels or is saved; opened for its agent loop.
+"""Images of dataset rows: a row is closed while a prompt waits, travels or is saved, and opened for its agent loop.
 
-verl's dataset opens images. Opened ones would be copied, pickled and saved as pixels: 3 MiB a megapixel and sample. A part
-of a message as the dataset gives it, and closed::
+An opened row has PIL images, as verl's dataset makes them; they would be copied, pickled and saved as pixels, 3 MiB a
+megapixel for each sample. A closed row has the bytes of image files instead. A part of a message, opened and closed::
 
     {"type": "image", "image": <image>, "bytes": <its file>, "path": None}  ->  the same without "image"
     {"type": "image", "image": <image>}                                     ->  {"type": "image", "bytes": <as PNG>}
@@ -22,7 +22,7 @@ from PIL import Image
 MESSAGES = "raw_prompt"
 """column of verl's dataset with the messages of the prompt"""
 _SAME = (MESSAGES,)
-"""stands in a closed row for a column that has the same list of messages: verl's dataset has two"""
+"""in a closed row, the value of another column with the same list of messages; verl's dataset has two such columns"""
 
 
 def closed_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _open(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def png(image: Image.Image) -> bytes:
-    """``image`` as a file that has every pixel."""
+    """Return ``image`` as the bytes of a PNG file, which keeps every pixel's value."""
     file = BytesIO()
     # The lowest level takes a third of the time for a few percent more bytes.
     image.save(file, "PNG", compress_level=1)

@@ -1,19 +1,20 @@
-"""Checkpoints of a run, of either arm: verl's own and, beside it under PR, everything that is in flight.
+"""Checkpoints of a run, under PR and noPR: verl's files and, under PR, everything that is in flight.
 
-``global_step_K/`` holds verl's files, written first, and ``partial_rollout/``: under PR the states of the manager and the
-prompt source and, written last, the manifest. A checkpoint counts once its manifest lists all its files. Saving never
-touches files that an older manifest lists, and old checkpoints are removed only after the next one is sealed. So a crash
-at any moment leaves the newest whole checkpoint intact, and a state that cannot be saved takes no weights with it.
+``global_step_K/`` holds verl's files, written first, and a directory ``partial_rollout/``. That has the states of the
+manager and the prompt source (PR only) and, written last, the manifest. A checkpoint counts once its manifest lists all
+its files. Saving a step leaves all other checkpoints as they are, and old ones are removed only after the new one is
+sealed. So a crash at any moment leaves the newest whole checkpoint intact. If a state cannot be saved, the weights of
+that step are on disk nevertheless.
 
-The run's lineage is verl's ``latest_checkpointed_iteration.txt``. It names the step that the run has reached, and nothing
-beyond that step counts. A start writes the step of the checkpoint that it resumes there first. Then it moves the whole
-checkpoints beyond it to ``superseded/ID/``, where nothing reads them and nothing deletes them::
+verl's file ``latest_checkpointed_iteration.txt`` (the tracker) says which step the run has reached. Checkpoints of
+later steps are ignored. A start first writes the step of the checkpoint that it resumes into the tracker. Then it moves
+the whole checkpoints of later steps to ``superseded/ID/``, where the recipe neither reads nor deletes them::
 
     global_step_2  global_step_4  global_step_6      the tracker names 6
     resume_path=.../global_step_4                    the tracker names 4, global_step_6 is moved aside
 
-A start that is cut off in between has written the tracker: the next start moves the rest. A checkpoint of another run that
-this one begins from is linked into the directory, so that ``auto`` and verl's own tools find it.
+If a start is killed between the two, the next start moves the rest. If the run begins from a checkpoint of another run,
+a link to it is made in the directory, so that ``auto`` and verl's own tools find it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _LOCK, _SUPERSEDED = "run.lock", "superseded"
 
 
 def writable(folder: Any) -> bool:
-    """Whether files can be made at ``folder``, or in the folder above it where it is not there yet."""
+    """Return whether files can be made in ``folder`` or, if it does not exist yet, in its nearest existing parent."""
     try:
         path = Path(str(folder)).expanduser().absolute()
         there = next(each for each in (path, *path.parents) if each.exists())
@@ -71,10 +72,11 @@ def writable(folder: Any) -> bool:
 
 
 def claim_retention(trainer: Any, *, critic: bool) -> int | None:
-    """Number of checkpoints to keep, from verl's keys of ``config.trainer``, which it clears; None: keep all.
+    """Return the number of checkpoints to keep (None: all), and set verl's keys for it in ``trainer`` to None.
 
-    verl would remove the old actor at the end of its own save, before the new checkpoint is sealed; the recipe removes
-    it afterwards. A checkpoint is kept or removed as a whole: with a critic, the larger of both keys counts.
+    The keys are ``max_actor_ckpt_to_keep`` and ``max_critic_ckpt_to_keep``. verl would remove the old actor at the end
+    of its own save, before the new checkpoint is sealed; the recipe removes it afterwards. A checkpoint is kept or
+    removed as a whole: with a critic, the larger of both keys counts.
     """
     limits = [trainer.get(f"max_{part}_ckpt_to_keep") for part in ("actor", "critic")[: 1 + critic]]
     trainer.max_actor_ckpt_to_keep = trainer.max_critic_ckpt_to_keep = None
@@ -83,22 +85,23 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run directory, and the one to resume, whose files are checked here, once.
+    """The checkpoints of one run directory. The constructor chooses the one to resume, and verifies its files once.
 
-    ``begin`` makes the choice the run's lineage, before the first ``save``; the directory exists by then.
+    ``begin`` makes this choice the run's lineage. Call it before the first ``save``; the directory must exist by then.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
         mode, path: ``trainer.resume_mode`` and ``resume_from_path``.
-        keep: whole checkpoints to keep, the newest included, of those saved under this limit; None: all.
+        keep: number of whole checkpoints to keep, the newest included; None: all. A checkpoint that was saved without a
+            limit is never removed.
 
     Raises:
         TornCheckpointError: the checkpoint given by path is not whole, or checkpoints exist and none is whole.
-        CheckpointError: something else made it.
+        CheckpointError: this version of the recipe did not make the checkpoint to resume.
     """
 
     def __init__(self, run_dir: Path, mode: str = "auto", path: str | None = None, keep: int | None = None) -> None:
-        # The manager's process writes there as well, and may have another working directory.
+        # Absolute: the manager's process writes there as well, and may have another working directory.
         self.run_dir = run_dir.absolute()
         self._keep = keep
         self.run = uuid4().hex[:16]
@@ -117,7 +120,8 @@ class RunCheckpoints:
         """facts that a run must match to resume from its checkpoints, by key of the config; the preflight sets them"""
         self._on_disk: int | None = None
         self._kept: list[int] = []
-        """steps whose checkpoints ``keep`` applies to, oldest first; saved in each manifest for a process that resumes"""
+        """steps of the checkpoints saved under a limit (``keep``), oldest first; each manifest has them, for a resume
+        """
 
     @property
     def resumed_step(self) -> int:
@@ -135,7 +139,7 @@ class RunCheckpoints:
     # -- the lineage ---------------------------------------------------------------------------------------------------
 
     def _tracked(self) -> int | None:
-        """The step that the tracker names; None if there is no tracker, or verl's save of it was cut off."""
+        """The step that the tracker names; None if there is no tracker, or if verl's write of it was cut off."""
         try:
             return int((self.run_dir / TRACKER).read_text())
         except (FileNotFoundError, ValueError):
@@ -187,11 +191,11 @@ class RunCheckpoints:
         # A run that does not continue counts from 0 until the checkpoint that it begins from is in its place.
         reached = step if continues else 0
         beyond = [step_dir for other, step_dir in self._steps() if other > reached and step_dir != self.chosen]
-        # A run that continues overwrites some day what a kill has left of a save.
+        # A run that continues will overwrite the torn checkpoints, which a kill during a save left: they stay in place.
         superseded = [
             step_dir for step_dir in beyond if not (continues and isinstance(_fault(step_dir), TornCheckpointError))
         ]
-        # First: a start that is killed below has decided, and the next one moves the rest.
+        # The tracker first: if this start is killed below, the next one follows its choice and moves the rest.
         self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
             if superseded:
@@ -229,12 +233,12 @@ class RunCheckpoints:
 
         Args:
             in_flight: PR: a function for each part, which writes its state to the path that it is given.
-            save_verl: writes verl's part; not called for the step that this process last saved or loaded, if it is still
-                whole: its weights are already on disk, and only what is in flight has changed since.
+            save_verl: writes verl's part; not called for the step that this process last saved or loaded, if it is
+                still whole: its weights are already on disk, and only what is in flight has changed since.
 
         Raises:
-            RuntimeError: verl wrote its part elsewhere. Or what is in flight cannot be saved; the weights are, and the
-                message says what to do with them.
+            RuntimeError: verl's files are not in the step directory, or a state cannot be saved. In the second case the
+                weights are saved, and the message says how to use them.
         """
         step_dir = self.step_dir(step)
         # A stop saves the step again that was saved last: its weights would be the same bytes.
@@ -249,16 +253,17 @@ class RunCheckpoints:
                     f"step {step} is not saved: the trainer's workers left nothing in {step_dir}/{_MODEL} for this process "
                     "to see; trainer.default_local_dir must be a directory that all nodes share"
                 )
-        # A new name: the manifest in force lists the files of the seal before, and stays valid until the next.
+        # New file names: the step may have a manifest already, whose state files must stay valid until the next seal.
         state = uuid4().hex[:8]
         try:
             for part, write in in_flight.items():
                 write(state_file(step_dir, part, state))
         except Exception as error:
             raise RuntimeError(
-                f"what is in flight at {step_dir.name} cannot be saved: {one_line(error)}; trainer.resume_mode=auto "
-                f"resumes from the newest whole checkpoint, and `python -m verl.model_merger merge` makes a model of the "
-                f"weights in {step_dir}/actor, to start another training from (actor_rollout_ref.model.path)"
+                f"the samples in flight and the data's position at {step_dir.name} cannot be saved: {one_line(error)}; "
+                f"trainer.resume_mode=auto resumes from the newest whole checkpoint, or `python -m verl.model_merger "
+                f"merge` makes a model of the weights in {step_dir}/actor, to start another training from "
+                f"(actor_rollout_ref.model.path)"
             ) from error
         kept = [*(other for other in self._kept if other != step), step] if self._keep else []
         run_dir = str(self.run_dir.resolve())
@@ -302,8 +307,11 @@ def set_aside(paths: Iterable[Path], into: Path) -> None:
 def locked(run_dir: Path) -> Iterator[None]:
     """Keep other processes from training in ``run_dir`` while entered.
 
+    On a file system without locks, print a warning instead.
+
     Raises:
-        ConfigError: another process holds it, or it cannot be written; the message names host and process.
+        ConfigError: another process trains in ``run_dir`` (the message names its host and process), or it is not
+            writable.
     """
     key, path = "trainer.default_local_dir", run_dir / _LOCK
     lock = FileLock(path)

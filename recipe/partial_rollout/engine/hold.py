@@ -1,39 +1,44 @@
-"""While the weights change: vLLM's engine stands still with its requests in place (a hold), and KV blocks may stay.
+"""Pause vLLM's engine while the weights change, with its requests in place (a hold), and optionally keep KV blocks.
 
-An interruption ends every request, and each comes back as a new one. A hold ends none: requests keep their seats and
-their tokens, and go on after ``resume_generation``. Requests that arrive meanwhile are accepted, and scheduled then.
+An interruption ends every request, and each continues as a new request. A hold ends none: requests keep their seats and
+their tokens, and continue after ``resume_generation``. Requests that arrive during a hold are accepted, and scheduled
+then.
 
-``pause`` returns when every token of the old weights is counted: the engine core answers once no step is in flight,
-asynchronous scheduling included, and sends its answer behind the tokens; then they are awaited at the output processor.
+``pause`` returns when every token of the old weights is counted. The engine core answers once no step is in flight,
+asynchronous scheduling included, and its answer comes after those tokens; then ``pause`` waits for the output
+processor.
 
-verl's server names one version for a request, the one in force when it ends. So the server notes at each hold how many
-tokens every request has, and the version that made the last of them. ``version_marks`` of an answer are these pairs:
+verl's server names one version for a request: the one of the weights when it ends. So at each hold the server records
+how many tokens every request has, and the version that made the last of them. ``version_marks`` of an answer are these
+pairs:
 
     a request of 12 tokens, held after 5 under version 3, and after 9 under version 4, ends under version 5:
     [(5, 3), (9, 4)]  ->  tokens 0-4 by version 3, 5-8 by version 4, 9-11 by version 5
 
-They may go with vLLM 0.31: 0.32 has such spans itself (``AsyncLLM.update_weight_version``, a string;
-``CompletionOutput.weight_versions``). Its core writes the version into each message of tokens, and no token is in flight
-after a pause with ``keep``, so they hold for tokens in pieces too. Neither the marks nor the wait for the output processor
-would be needed then.
+Once vLLM 0.31 is no longer supported, the marks and the wait for the output processor can be removed: vLLM 0.32 has
+such spans itself (``AsyncLLM.update_weight_version``, a string; ``CompletionOutput.weight_versions``). Its core writes
+the version into each message of tokens, and after a pause with ``keep`` no token is in flight. So its spans are right
+even if tokens are sent in pieces.
 
-With ``resume_kv=recompute`` a hold also empties the KV cache. vLLM preempts the running requests for that: they queue
-again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they go on over the old blocks.
+With ``resume_kv=recompute`` a hold also empties the KV cache. To do so, vLLM preempts the running requests: they queue
+again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they continue on the old
+blocks.
 
-vLLM's prefix cache holds the blocks of an aborted request, too, until it needs their room. If a weight sync does not
+vLLM's prefix cache also keeps the blocks of an aborted request, until it needs the space. If a weight sync does not
 empty the cache, a resumed request finds its own blocks there and prefills at most one block of tokens again. Other
-requests must not find blocks of older weights, so with ``keep`` every request carries a salt, which vLLM hashes into its
-blocks. A training sample's salt is its group and the version of the sample's first token:
+requests must not find blocks of older weights, so with ``keep`` every request carries a salt, which vLLM hashes into
+its blocks. A training sample's salt is its group and the version of the sample's first token:
 
 * siblings that start under the same weights prefill their prompt once;
-* a resumed sample finds its own blocks, and its siblings', whatever the present weights;
+* a resumed sample finds its own blocks, and those of siblings with its salt, whatever the present weights;
 * a sibling that starts later has another salt, so it finds no blocks of older weights.
 
 Everything else (validation) has the policy version as its salt. Without ``keep`` there are no salts: the cache is
 emptied at each interruption and each weight sync.
 
-The tokens after a resumption are sampled from mixed policies: new weights over keys and values of old ones. Their
-behaviour log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap_mean`` measures the difference.
+With ``keep``, the tokens after a resumption are sampled from mixed policies: new weights over keys and values of old
+ones. Their behaviour log-probs are the engine's own, so the decoupled loss stays correct; ``kv_gap_mean`` measures the
+difference.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ UNKNOWN = -1
 
 
 Mark = tuple[int, int]
-"""tokens, version: so many of the first tokens of a request were made by ``version``, but for those of earlier marks"""
+"""(tokens, version): ``version`` made the tokens of a request after the previous mark, up to ``tokens`` in all"""
 
 
 class Span(NamedTuple):
@@ -64,7 +69,7 @@ async def pause(engine: Any, *, clear_kv: bool) -> None:
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        clear_kv: empty the KV cache, those of running requests and of connectors too.
+        clear_kv: empty the KV cache, including the blocks of running requests and of KV connectors.
 
     Raises:
         EngineDeadError: the engine has died.
@@ -133,7 +138,7 @@ def spans(tokens: int, marks: Sequence[Mark], version: int) -> list[Span]:
 
     Args:
         tokens: number of tokens of the request.
-        marks: the request's marks, one a hold, in order.
+        marks: the request's marks in order, at most one for each hold.
         version: policy version of the engine when the request ended.
 
     Raises:

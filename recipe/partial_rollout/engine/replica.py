@@ -1,21 +1,23 @@
-"""verl's vLLM replica, whose server can be interrupted at once or held, reports failed weight syncs, can keep KV blocks.
+"""verl's vLLM replica whose server can be interrupted at once or held, reports failed syncs, and can keep KV blocks.
 
 It also reports the size of its KV cache, and how often the engine preempted a request for lack of blocks.
 
-Interruption: verl's server closes its gate before it pauses the engine, and then waits until every request that has passed
-the gate is *admitted*, so that the pause covers it. verl takes a request's first output for its admission. A request that
-vLLM still queues, for lack of a seat or of KV blocks, has no output: an interruption would decode the whole queue first,
-for up to a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine core's input queue, which the
-core reads in order. A pause that is sent afterwards finds the request, running or queued, and aborts it.
+Interruption: verl's server closes its gate before it pauses the engine, and then waits until every request that has
+passed the gate is *admitted*, so that the pause covers it. verl counts a request as admitted at its first output. A
+request that vLLM still queues, for lack of a seat or of KV blocks, has no output: verl's interruption would first
+decode the whole queue, for up to a minute. But ``AsyncLLM.add_request`` returns once the request is in the engine
+core's input queue, which the core reads in order. A pause that is sent afterwards finds the request, running or queued,
+and aborts it.
 
-verl's server reads only the last output of a request, yet asks for all of them, each with every token so far. Here it
-gets only the last one, so vLLM does not make outputs that nobody reads (tests/studies/results/log.md has their cost), and
-its core sends tokens in pieces (``verl_ext.piecewise_scheduler``).
+verl's server reads only the last output of a request, but has vLLM make an output at each step, with all tokens so far.
+The recipe's server asks for the last output only (tests/studies/results/log.md has the cost of the others). So the
+engine core can send tokens in pieces (``verl_ext.piecewise_scheduler``).
 
-A hold keeps the requests while the weights change, and reports which version made which token to their callers (``hold``).
+A hold keeps the requests while the weights change. The answer to a held request says which version made which token
+(``hold``).
 
-verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the engine
-would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.
+verl's sender waits for the receiver's answer without looking at the receiver's error, so a sync that fails in the
+engine would hang the trainer. The server keeps the error, and ``RecipeCheckpointManager`` asks for it while it waits.
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ class RequestFacts:
     """Facts about a request, from when the server is asked until it answers."""
 
     queued_s: float = 0.0
-    """seconds that it was queued before it first ran; 0 if unknown: with vLLM's statistics off (``disable_log_stats``),
-    for a request that made a token"""
+    """seconds that it was queued before it first ran. With vLLM's statistics off (``disable_log_stats``): 0 if it made
+    a token, else the seconds until its end"""
     marks: list[Mark] = field(default_factory=list)
-    """a mark for each hold that it was in"""
+    """one mark for each hold before which it made new tokens"""
 
 
 class AdmittingEngine:
@@ -77,8 +79,8 @@ class AdmittingEngine:
 
     Args:
         engine: the ``AsyncLLM``.
-        salt: gives a request's salt by its id; requests share KV blocks only under the same salt (``salt_of``). None: all
-            share them.
+        salt: returns the cache salt of a request id (``salt_of``); None: requests have no salt, and all share KV
+            blocks.
     """
 
     def __init__(self, engine: Any, salt: Callable[[str], str] | None = None) -> None:
@@ -98,11 +100,12 @@ class AdmittingEngine:
     async def generate(
         self, *, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput | None, None]:
-        """Generate like ``AsyncLLM.generate``, but yield None first: from then on a pause or an abort covers the request.
+        """Generate like ``AsyncLLM.generate``, but yield None first: from then on a pause or abort covers the request.
 
-        Then follows one output with all tokens or, if the caller asks for DELTA, one for each piece. A pause ends the
-        request with the tokens so far; a request that was still queued has none. If the caller stops before the last
-        output, the request is aborted. Flat log-probs of the last output can be read once.
+        Then yield one output with all tokens or, if the caller asks for DELTA, one output for each piece. A pause ends
+        the request with the tokens so far; a request that was still queued has none. If the caller stops before the
+        last output, the request is aborted. The log-probs of the last output may be an iterator, which can be read
+        once.
 
         Args:
             sampling_params: not modified.
@@ -138,9 +141,10 @@ class AdmittingEngine:
 
 
 def _last_only(params: SamplingParams) -> SamplingParams:
-    """Return ``params``, or a copy for the last output alone if they ask for every output with all tokens so far.
+    """Return ``params``; if they ask for cumulative outputs, return a copy that asks for the last output only.
 
-    Its log-probs are kept in lists of numbers, not in objects for each token, which Python's garbage collector walks.
+    The copy also asks for flat log-probs: lists of numbers instead of an object for each token, because Python's
+    garbage collector walks objects.
     """
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         params = copy(params)
@@ -182,9 +186,9 @@ def _thin(output: RequestOutput) -> None:
 
 
 def _queued_s(output: RequestOutput, began: float) -> float:
-    """Return the seconds that a request was queued. It arrived at ``began`` (monotonic).
+    """Return the seconds that a request was queued; ``began`` is when it arrived (``time.monotonic``).
 
-    Without vLLM's statistics the result is 0 if the request made a token, else the time until its end.
+    Without vLLM's statistics return 0 if the request made a token, else the seconds from ``began`` to its end.
     """
     stats = output.metrics
     if stats is not None and getattr(stats, "scheduled_ts", None):
@@ -221,8 +225,8 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def run_server(self, args: argparse.Namespace) -> None:
         """Start the server as verl does, with ``kv_headroom`` as vLLM's watermark and the recipe's scheduler.
 
-        A release of vLLM that is not tested keeps its own scheduler, and what the user has set for either stays. The first
-        replica prints the model runner and the scheduler.
+        A watermark or scheduler that the user has set stays. A vLLM release that is not tested keeps its own scheduler.
+        The first replica prints its model runner and its kind of scheduling.
         """
         # What the user has set stays.
         if hasattr(args, "watermark"):
@@ -244,7 +248,8 @@ class RecipeVLLMServer(vLLMHttpServer):
     ) -> TokenOutput:
         """Generate as verl's server does, and add two ``extra_fields`` to the output.
 
-        ``queued_s``: seconds that the engine queued the request. ``version_marks``, if the request was held: see ``spans``.
+        ``queued_s``: seconds that the engine queued the request. ``version_marks``, if it was held after a token: see
+        ``spans``.
         """
         self.engine.requests[request_id] = facts = RequestFacts()
         try:
@@ -262,10 +267,10 @@ class RecipeVLLMServer(vLLMHttpServer):
         return await super().abort_all_requests(reset_prefix_cache and not self._keeps_kv, reject_request)
 
     async def hold(self) -> None:
-        """Freeze all requests in the engine until ``resume_generation``, and note the version that made their tokens.
+        """Freeze all requests in the engine until ``resume_generation``, and record the version that made their tokens.
 
-        Returns when the engine is idle. Caches that depend on the weights are dropped, but with ``resume_kv=keep`` the KV
-        blocks stay.
+        Return when the engine is idle. Caches that depend on the weights are dropped, but with ``resume_kv=keep`` the
+        KV blocks stay.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -285,8 +290,8 @@ class RecipeVLLMServer(vLLMHttpServer):
     async def clear_kv_cache(self) -> None:
         """Clear the KV cache as verl's server does after a weight sync. With ``resume_kv=keep`` the KV blocks stay.
 
-        The encoder cache is cleared with ``resume_kv=keep`` too, because a later request for the same image would get the
-        outputs of the old weights. During a hold nothing is left to clear: the hold has cleared everything.
+        The encoder cache is cleared with ``resume_kv=keep`` too, because a later request for the same image would get
+        the outputs of the old weights. During a hold do nothing: ``hold`` has cleared these caches.
         """
         if self._held:
             return
@@ -426,10 +431,10 @@ def _empty_cache(_worker: Any) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Look the server up again, as verl's ``ServerAdapter`` does the first time.
+    """Make ``worker`` forget its handle of the dead server, so that verl's ``ServerAdapter`` looks the new server up.
 
-    It runs in the worker that sends weights to the server: a trainer's (``rollout``), or, where the engines have devices
-    of their own, the ``CheckpointEngineWorker`` beside it (``server_adapter``).
+    It runs in the worker that sends weights to the server: a trainer's (``rollout``), or, where the engines have
+    devices of their own, the ``CheckpointEngineWorker`` beside it (``server_adapter``).
     """
     parts = [worker, *getattr(worker, "worker_dict", {}).values(), *getattr(worker, "fused_worker_dict", {}).values()]
     for part in parts:

@@ -350,8 +350,8 @@ class ManagerActor:
             asyncio.get_running_loop().call_later(delay_s, self._retry, sample_id)
         elif verdict is FailureVerdict.RAISE:
             self._fail(
-                f"sample {sample_id} on {worker} failed: {error} "
-                "(partial_rollout.failures.sample_retries=null: the first failure ends the run)"
+                f"sample {sample_id} failed on {worker}, and partial_rollout.failures.sample_retries=null ends the run "
+                f"at its first failure: {error}"
             )
 
     def _retry(self, sample_id: str) -> None:

@@ -1,16 +1,19 @@
-"""PR's agent-loop worker: runs the samples that it claims, and matches what their loops return to the engine's tokens.
+"""Agent-loop worker of partial rollout: runs the samples that it claims, and matches the returned tokens to engine
+calls.
 
-A trained token must be the engine's in its place: a call whose prompt is all that the sequence has before some position,
-token for token, made what follows there, up to and including this token. The order of calls does not matter. So an agent
-loop may sample candidates beside each other and keep one, ask a judge in between, or mask a part of a turn; it may drop
-the end of a turn, as verl does where one token both stops an answer and starts the next message (GLM's
-``<|observation|>``). A loop that shows the engine another context than before, because it has summarised its own or asks a
-sub-agent, returns a row for each context that trains; each row's tokens are matched to their calls in the same way.
+A token can be trained (``response_mask`` 1) only if an engine call generated it at its place. Take a call with prompt P
+and answer A. If the returned sequence (prompt and response) begins with P and shows the same images up to there, the
+call made the tokens that follow P, as far as they equal A. A sample fails if no call made one of its trained tokens.
+
+The order of the calls does not matter. So an agent loop may sample several candidates and keep one, ask a judge in
+between, or mask a part of a turn. It may drop the end of a turn, as verl does with a token that both stops an answer
+and starts the next message (GLM's ``<|observation|>``). A loop that summarises its context or asks a sub-agent shows
+the engine other contexts; it returns one row for each context to be trained, and each row is matched in the same way.
 Example, with ``O`` for the observation token::
 
-    first call     prompt [u g A]                      made [x y O]
-    second call    prompt [u g A x y O s e e A]        made [z U]
-    response                     x y O s e e A z U     the O is the template's, not the model's
+    first call     prompt [u g A]                      answer [x y O]
+    second call    prompt [u g A x y O s e e A]        answer [z U]
+    response                     x y O s e e A z U     the chat template wrote this O, so it is not trained
     mask                         1 1 0 0 0 0 0 1 1
 """
 
@@ -43,22 +46,22 @@ from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _THREADS = 2**20
-"""most threads of the event loop, which are made as they are needed: a carried sample keeps its own, a tool that hangs
-keeps it for ever"""
+"""upper limit of the event loop's thread pool, which starts threads on demand. It is high because a carried sample may
+keep a thread over rounds, and a hung tool keeps one for ever"""
 _PLACES = 2**32
-"""more tokens than a turn has"""
+"""more than the tokens of any turn, so that ``turn * _PLACES + index`` identifies a token (``_align``)"""
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """Return ``work``'s result. To exit is an error: asyncio lets SystemExit out of its event loop, which then ends."""
+    """Return ``work``'s result; raise RuntimeError if it exits: SystemExit would end asyncio's event loop."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the agent loop or a tool of it raises {one_line(error)}") from error
+        raise RuntimeError(f"the agent loop or one of its tools exited: {one_line(error)}") from error
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
-    """Make a task of the worker's event loop."""
+    """Task factory of the worker's event loop: in its tasks SystemExit is an ordinary error (``_contained``)."""
     task = asyncio.Task(_contained(work), loop=loop, **how)
     # Python warns of work that was never awaited: a task may be cancelled before it begins.
     task.add_done_callback(lambda _: work.close())
@@ -71,9 +74,9 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     llm_client: PartialRolloutLLMClient  # type: ignore[assignment]
     _claims: ClaimLoop
     _serving: asyncio.Task[None] | None = None
-    """the ``ClaimLoop``'s"""
+    """runs ``ClaimLoop.serve``; None before the first ``serve``"""
     _reporting: asyncio.Task[None] | None = None
-    """of the round that was closed last; its result is when the manager knew everything (unix seconds)"""
+    """sends the reports of the round that was closed last; None before the first ``close_round``"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,11 +86,12 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._pictures = Pictures(self.config, self.tokenizer, self.processor, self.dataset_cls)
 
     def connect(self, name: str, manager: Any, capacity: int, servers: dict[str, Any], offset: float = 0.0) -> None:
-        """Claim from ``manager`` as ``name``, with ``capacity`` slots; called first.
+        """Make this worker's claim loop, which claims from ``manager`` under ``name``. Called before all else.
 
         Args:
-            servers: address of each replica to the handle of its server.
-            offset: position of this worker among all, from 0 to 1 (``ReplicaChoice``).
+            capacity: most samples that may hold a slot here.
+            servers: server handles of the replicas by address.
+            offset: position of this worker among all workers, from 0 to below 1 (``ReplicaChoice``).
         """
         self.llm_client.replicas = ReplicaChoice(servers, offset)
         settings = self.config.partial_rollout
@@ -105,7 +109,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self.llm_client.replicas.use(servers)
 
     async def serve(self) -> None:
-        """Run ``ClaimLoop.serve`` once. A driver that lost its connection calls again, and awaits the same task."""
+        """Run ``ClaimLoop.serve``. A driver that lost its connection calls again, which awaits the same task."""
         if self._serving is None:
             home = asyncio.get_running_loop()
             home.set_task_factory(_task)
@@ -121,14 +125,14 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         self._claims.open.set()
 
     def close_round(self) -> None:
-        """Allow no new engine call; running ones end when their replica aborts them, and then all is reported."""
+        """Start no new engine call. Running calls end when their replica aborts them; then all is reported."""
         self._claims.open.clear()
-        # The driver awaits it with ``flush``, after the trainer's update.
+        # The driver awaits this task with ``flush``, after the trainer's update.
         self._reporting = asyncio.create_task(self._claims.reported())
         self._reporting.add_done_callback(lambda _: allow_full_collections())
 
     async def flush(self) -> None:
-        """Wait until the manager knows everything of the closed round."""
+        """Wait until the manager has every report of the closed round."""
         # A worker that replaced a dead one has closed no round yet.
         await (self._reporting or self._claims.reported())
 
@@ -137,7 +141,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         lease = sample.lease
         output = await self._trained(sample, {**opened_row(deepcopy(lease.row)), "uid": lease.group_uid})
         if self.config.trainer.save_freq > 0:
-            # What a checkpoint can hold can be sent, too.
+            # An output that can be saved in a checkpoint can also be sent to the manager.
             check_saveable(sample.id, output)
             return output
         try:
@@ -167,7 +171,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
         with sample.clock.stopped():
             await self._score(outputs, row, on_rescore=self._claims.outbox.record_rescored)
             for output in outputs:
-                # The row has it.
+                # ``_score`` added it for the reward function; the dataset row has it anyway.
                 output.extra_fields.pop("raw_prompt", None)
             digests = [tuple(map(digest, shown)) for shown in images]
             trained = sample_output(sample, outputs, self.vocabulary, digests)
@@ -182,13 +186,13 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
             return replace(rows[-1], earlier=tuple(rows[:-1]))
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
-        """Run the agent loop of a validation once, with a sample's deadline between two engine calls."""
+        """Run the agent loop of a validation row once. Its time between engine calls has a training sample's limit."""
         timeout_s = self.config.partial_rollout.failures.sample_timeout_s
         clock = SampleClock(f"validation row {trajectory['sample_index']}", timeout_s)
         return await clock.run(run_loop(SampleClient(self.llm_client, None, clock), self._timed_tools(clock)))
 
     def _timed_tools(self, clock: SampleClock) -> list[Any]:
-        """Return the worker's tools for the agent loop of ``clock``: calls have a deadline, and errors are recorded."""
+        """Wrap the worker's tools for the loop that ``clock`` limits: calls have deadlines, and errors are reported."""
         timeout_s = self.config.partial_rollout.failures.tool_timeout_s
         return timed(self.tools, clock, timeout_s, self._claims.outbox.record_error)
 
@@ -202,22 +206,23 @@ def sample_output(
     vocabulary: int,
     images: Sequence[tuple[bytes, ...]] | None = None,
 ) -> SampleOutput:
-    """Return ``outputs`` of an agent loop with the policy version and the engine's log-prob of every token, unpadded.
+    """Return all ``outputs`` of a loop as one ``SampleOutput``: tokens, versions and engine log-probs, not padded.
 
-    The last output has the score, and each row gets it, as under verl's v1.
+    The last output was scored, and each row gets its score, as under verl's v1.
 
     Args:
-        vocabulary: token ids that the model can read.
-        images: digests of the images of each output; None: none has any.
+        vocabulary: number of token ids that the model knows.
+        images: digests of the images of each output; None: no output has images.
 
     Raises:
-        RuntimeError: the generated tokens of an output, or the log-probs that it gives them, are not the engine's; or the
-            trainer could not read them.
+        RuntimeError: a token with mask 1 or its log-prob is not the engine's, or a token id, a length or the mask is
+            invalid.
+        ValueError: a trained token was sampled with parameters that the trainer's log-probs do not have.
     """
     shown = images or [()] * len(outputs)
     pairs = [_row(sample, *each, vocabulary) for each in zip(outputs, shown, strict=True)]
     rows, sources = zip(*pairs, strict=True)
-    # Two rows may train the same token of the engine, as the front that branches share.
+    # Two rows may train the same token of the engine, for example in the beginning that two branches share.
     trained = np.unique(np.concatenate(sources))
     last = rows[-1]
     info = {key: plain(value) for key, value in (outputs[-1].extra_fields.get(REWARD_INFO) or {}).items()}
@@ -229,10 +234,13 @@ def sample_output(
 def _row(
     sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes], vocabulary: int
 ) -> tuple[SampleOutput, np.ndarray]:
-    """Return the row of ``output``, without a score, and the engine's tokens that it trains (``_align``), int64 [G]."""
+    """Return the row of ``output`` without a score, and the ids (``_align``) of the tokens that it trains, int64 [G].
+
+    G is the number of tokens with mask 1.
+    """
     tokens = {*output.prompt_ids, *output.response_ids}
     if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-        raise _refusal(sample, f"token {unknown[0]}, and the model knows those from 0 to {vocabulary - 1}")
+        raise _refusal(sample, f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}")
     if odd := {*output.response_mask} - {0, 1}:
         raise _refusal(sample, f"a mask with {odd.pop()}, which is neither 0 nor 1")
     prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
@@ -245,7 +253,7 @@ def _row(
         given = np.asarray(output.response_logprobs, dtype=np.float32)
         if given.shape != response_ids.shape:
             raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
-    # An answer to other images is one to another context, whatever the tokens.
+    # A turn that was shown other images had another context, even if its prompt has the same tokens.
     seen = [turn for turn in sample.turns if turn.images == tuple(images[: len(turn.images)])]
     versions, log_probs, sources = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)
     row = SampleOutput(
@@ -272,13 +280,14 @@ def _align(
     generated: np.ndarray,
     given: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return versions (int32) and the engine's log-probs (float32) of the response, both [R]; -1 and 0 where not generated.
+    """Return the version (int32), the engine's log-prob (float32) and an id (int64) of each response token, each [R].
 
-    The third array, int64 [R], tells the engine's tokens apart: the turn's number times ``_PLACES``, plus the token's place
-    there; -1 where not generated.
+    A token that is not ``generated`` (mask 0) has version -1, log-prob 0 and id -1. The id is the turn's number times
+    ``_PLACES`` plus the token's index in the turn. Two rows that train the same engine token have the same id.
 
-    One of ``turns`` made each. Where several made a token in its place, the log-probs that the loop has ``given`` [R]
-    decide, then the longer prompt, then the call that began first.
+    Each generated token must come from one of ``turns``. If several made it at its place, those whose log-prob is not
+    ``given`` [R] (the agent loop's; None: it returned none) are left out; then the longest prompt decides, then the
+    earliest call.
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)
@@ -294,25 +303,28 @@ def _align(
     if (unmade := generated & ~made).any():
         raise _refusal(
             sample,
-            f"{int(unmade.sum())} tokens as generated that no engine call made in their place. If one did, it was after "
-            f"another context: a loop that rewrites, cuts or summarises its context, images included, returns a list of "
-            f"outputs, one for each context (trainer.use_v1=True)",
+            f"{int(unmade.sum())} tokens with mask 1 that no engine call made after exactly this context. A loop that "
+            f"rewrites, cuts or summarises its context, images included, must return a list of outputs, one for each "
+            f"context (trainer.use_v1=True)",
         )
     if not known[generated].all():
         raise _refusal(sample, "log-probs that are not the engine's")
     for turn in sample.turns:
         if turn.unlike and (count := int((sources // _PLACES == turn.number).sum())):
             raise ValueError(
-                f"sample {sample.id}: {count} of its tokens were sampled with {turn.unlike}. Their log-probs cannot be "
-                "compared with the trainer's, which are of the whole distribution at rollout.temperature: leave the "
-                "parameter out of calls that are trained, or set partial_rollout.correction=none"
+                f"sample {sample.id}: {count} of its trained tokens were sampled with {turn.unlike}. Their log-probs "
+                "cannot be compared with the trainer's, which are of the whole distribution at rollout.temperature: "
+                "leave the parameter out of calls that are trained, or set partial_rollout.correction=none"
             )
     return versions, log_probs, sources
 
 
 def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarray) -> Iterator[tuple[Turn, int, int]]:
-    """Yield the turns that answered what the sequence has before them, where in the response each starts, and how many of
-    its first tokens stand there. Shorter prompts come first, and of equal ones the call that began last."""
+    """Yield each turn whose prompt begins the sequence, its start in the response, and its number of matching tokens.
+
+    The matching tokens are the turn's first ones that the sequence repeats at that place. Incomplete turns are left
+    out. Shorter prompts come first, and of equal ones the call that began last.
+    """
     whole, read, context = np.concatenate([prompt_ids, response_ids]), 0, context_hash()
     for turn in sorted(turns, key=lambda turn: (turn.start, -turn.number)):
         if not turn.complete or not len(prompt_ids) <= turn.start < len(whole):
@@ -328,6 +340,6 @@ def _in_place(turns: list[Turn], prompt_ids: np.ndarray, response_ids: np.ndarra
 
 def _refusal(sample: LiveSample, what: str) -> RuntimeError:
     return RuntimeError(
-        f"sample {sample.id}: its agent loop returned {what}; partial rollout needs agent loops that pass the engine's "
-        f"tokens and log-probs through unchanged, or drop the end of a turn"
+        f"sample {sample.id}: its agent loop returned {what}; partial rollout needs agent loops that return the "
+        f"engine's tokens and log-probs unchanged; they may only drop the end of a turn"
     )

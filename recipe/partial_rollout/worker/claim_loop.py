@@ -3,13 +3,13 @@
 Its control flow::
 
     claim (long poll) ----> start or resume samples ----> finished / interrupted ----> report
-          ^                  (they wait for the round)                                   |
+          ^                  (calls wait for the round)                                   |
           +------------------- leases for the slots that came free ----------------------+
 
-A sample keeps its coroutine over interruptions; only its slot goes back to the manager. A finished turn is reported with
-the next event: an interruption, or the end of the sample. A sample that makes no engine call for ``release_after_s``, in a
-tool or its reward, reports its turn and gives its slot back; its next engine call asks for one again. The end of a round
-leaves nothing unreported.
+A sample keeps its coroutine across interruptions; only its slot goes back to the manager. The tokens of a finished turn
+are reported with the sample's next event: an interruption, the release of its slot, or its end. A sample that makes no
+engine call for ``release_after_s``, in a tool or its reward, reports its tokens and releases its slot; its next engine
+call asks for a slot again. At the end of a round the worker reports all that is not reported yet.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
 _BEGIN_S = 0.02
-"""seconds of this process that a loop takes until its first engine call: it is made, and reads the chat template"""
+"""seconds for which a new agent loop keeps this process busy before its first engine call"""
 
 
 class Outbox:
-    """Collects what happens to samples and reports it, one report at a time.
+    """Collects the events of samples and sends them in reports, one report at a time.
 
-    What happens while one is under way goes out with the next.
+    Events that come while a report is under way go out with the next report.
 
     Args:
         worker: name in the reports.
@@ -56,20 +56,20 @@ class Outbox:
         self.unsent = Report(worker)
         """what happened since the last report"""
         self._known = asyncio.Event()
-        """set once the manager has what is unsent now"""
+        """set once the manager has the events in ``unsent``; each report has an event of its own"""
         self._sends = asyncio.Event()
-        """set while a report is to be sent"""
+        """set when ``serve`` shall send a report"""
         self._reported: set[tuple[str, str]] = set()
-        """kinds of the errors that were reported"""
+        """kinds of the errors that were reported (``ErrorText.kind``): type and place"""
 
     async def serve(self) -> NoReturn:
         """Send each report until the worker ends. An error while sending ends the worker, and that report is lost."""
         while True:
             await self._sends.wait()
-            # Cleared before the content is taken: what happens from here on sets it again.
+            # Cleared before the content is taken: an event from here on sets it again.
             self._sends.clear()
             report, self.unsent = self.unsent, Report(self.unsent.worker)
-            # Whoever asks ``sent`` from here on waits for the next report, which has what was added since.
+            # A call of ``sent`` from here on waits for the next report, which has the events added since.
             known, self._known = self._known, asyncio.Event()
             self._on_leases(await self._manager.report.remote(report))
             known.set()
@@ -114,9 +114,9 @@ class ClaimLoop:
     Args:
         name: this worker's name at the manager.
         manager: handle of the manager actor.
-        capacity: most samples that may hold a slot here at once; each lease brings the present number along.
+        capacity: most samples that may hold a slot here at once; a lease may change it.
         run: runs the agent loop of a granted sample to its end.
-        sample_s: seconds that an agent loop may spend between two engine calls; None: no limit.
+        sample_s: most seconds from one engine call of an agent loop to its next; None: no limit.
         release_after_s: seconds without an engine call after which a sample gives its slot to another.
     """
 
@@ -137,11 +137,12 @@ class ClaimLoop:
         self.capacity = capacity
         self._release_after_s = release_after_s
         self.samples: dict[str, LiveSample] = {}
-        """those whose agent loops have begun here and not ended, by id"""
+        """samples by id whose agent loops have begun here and not ended"""
         self._running = 0
-        """requests that no replica has answered"""
+        """engine calls that run: sent to a replica and not answered"""
         self.open = asyncio.Event()
-        """set while the gate is open: leases come before, while the trainer updates, and their samples wait for it"""
+        """set while this worker's gate is open. A lease may come while it is closed (the trainer updates); its calls
+        wait"""
         self._ended = asyncio.Event()
         """set whenever a request ends"""
         self.outbox = Outbox(name, manager, on_leases=self.run)
@@ -152,7 +153,7 @@ class ClaimLoop:
         Raises:
             RuntimeError: the manager and this worker disagree on a sample. Any error of a report is raised, too.
         """
-        # Before the first claim: the manager refuses those of workers that it does not know.
+        # Before the first claim: the manager refuses claims of workers that it does not know.
         await self.manager.register_worker.remote(self.name, self.capacity)
         await wait(self._claim(), None, "claiming samples", watches=[self.outbox.serve()])
 
@@ -184,8 +185,8 @@ class ClaimLoop:
             sample = self.samples.get(lease.sample_id)
             if lease.resident != (sample is not None):
                 raise RuntimeError(
-                    f"sample {lease.sample_id}: the manager granted it as {'held by' if lease.resident else 'new to'} "
-                    f"{self.name}, which {'has no' if lease.resident else 'still has its'} conversation"
+                    f"sample {lease.sample_id}: the manager leased it as {'live on' if lease.resident else 'new to'} "
+                    f"{self.name}, which {'does not run' if lease.resident else 'still runs'} it: a bug of the recipe"
                 )
             if sample is None:
                 sample = self.samples[lease.sample_id] = LiveSample(
@@ -201,14 +202,14 @@ class ClaimLoop:
         try:
             event = await self._outcome(sample)
             if sample.slot_requested:
-                # The loop no longer awaits the call that asks, and the manager may be granting the slot at this moment.
+                # A call that the loop left behind has asked for a slot, which the manager may be granting just now.
                 await sample.leased.wait()
         except InfraError as error:
             self.outbox.unsent.fatal = self.outbox.record_error(error).line
             self.outbox.report(sample)
         else:
             self.outbox.report(sample, event)
-        # After the report: its retry may come back with the answer, and must find it gone.
+        # After the report: the answer may lease the sample anew (a retry), which must not find it here.
         del self.samples[sample.id]
         self._arm_release_timer(sample)
 
@@ -216,11 +217,11 @@ class ClaimLoop:
         """Run the agent loop of ``sample``, and return how it ended.
 
         Raises:
-            InfraError: the run must end.
+            InfraError: a part of the machinery is lost (a replica, all reward workers), so the run must end.
         """
         try:
             output = await sample.clock.run(self._run_agent_loop(sample))
-        # A library may cancel what it awaits and let that out: the sample has failed like any other.
+        # A library may cancel a task of its own and raise CancelledError: then the sample has failed like any other.
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, InfraError) or is_cancelled():
                 raise
@@ -229,7 +230,7 @@ class ClaimLoop:
         finally:
             # Silences the calls that the agent loop has left behind.
             sample.ended = True
-        # The output has all its tokens.
+        # The output has all tokens of the sample, so segments need no report.
         sample.unsent = []
         return Finished(sample.id, output)
 
@@ -239,11 +240,11 @@ class ClaimLoop:
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
         """Enclose an engine call of ``sample``: wait until the sample has a slot and the round is open, then enter.
 
-        Calls of one sample share its slot. A worker never runs more requests than it has slots: a second call of a sample
-        takes the place of a sample that has a slot and does not decode. If there is none, it waits.
+        Calls of one sample share its slot. A worker never runs more calls than it has slots. So a second call of a
+        sample waits until some slot is not in use: it is free, or its sample is not decoding.
 
         Raises:
-            asyncio.CancelledError: the agent loop has ended and left the call behind.
+            asyncio.CancelledError: the agent loop has ended, and nobody awaits this call any more.
         """
         _require_listener(sample)
         sample.calling += 1
@@ -261,7 +262,7 @@ class ClaimLoop:
             finally:
                 self._running -= 1
         finally:
-            # Even if it never ran: other calls wait for its place, and the end of the round for the last call.
+            # Also if the call never ran: other calls may wait for a free slot, and ``reported`` for the last call.
             sample.calling -= 1
             self._arm_release_timer(sample)
             self._ended.set()
@@ -280,7 +281,7 @@ class ClaimLoop:
 
     def release_slot(self, sample: LiveSample) -> None:
         """Give the slot of ``sample`` back and ask for one again. Call it inside ``engine_call`` after an interruption."""
-        # Otherwise a call beside this one has asked; the tokens of this one go out with the next report.
+        # Without a slot: a concurrent call has asked already. The tokens of this call go out with the next report.
         if sample.leased.is_set() and not sample.ended:
             self._ask_for_slot(sample)
 
@@ -305,7 +306,7 @@ class ClaimLoop:
         self.outbox.report(sample, Interrupted(sample.id))
 
     def _park(self, sample: LiveSample) -> None:
-        """Give the slot to another sample: this one has made no engine call for a while, whatever it awaits."""
+        """Release the slot: this sample has made no engine call for a while, whether it awaits a tool or its reward."""
         # A call may have begun since the timer was set, or the slot gone with an interruption.
         if not sample.calling and sample.leased.is_set():
             sample.leased.clear()
@@ -316,5 +317,5 @@ def _require_listener(sample: LiveSample) -> None:
     """Raise ``CancelledError`` if the agent loop of ``sample`` has ended: the call must not take a slot."""
     if sample.ended:
         raise asyncio.CancelledError(
-            f"sample {sample.id} has ended: its agent loop has returned, and may ask for nothing more"
+            f"sample {sample.id} has ended: its agent loop has returned, so it can make no engine call any more"
         )

@@ -1,11 +1,10 @@
 """A training sample in its worker: its engine calls and their tokens, its slot, its replica, its clock and its tools.
 
-Each call of a tool has a deadline, whatever its agent loop makes of tool errors. A call that takes too long ends its
-sample. To raise inside the tool would not do: agent loops turn a tool's exception into its answer, and a tool that hangs
-has given none. The call is cancelled if possible. A synchronous function runs in a thread, which continues until the
-function returns; no other call waits for it. A coroutine that blocks the event loop stops its worker, and only
-``deadlines.stall_s`` detects that. All else is verl's: a tool is created, called and released as its agent loop asks, and
-anew in each life of a sample.
+Each tool call has a deadline. A call that exceeds it is cancelled, and its sample fails even if the agent loop catches
+tool errors: agent loops pass a tool's exception to the model as its answer. A synchronous tool function cannot be
+cancelled. It runs in a thread until it returns, and no other call waits for it. A coroutine that blocks the event loop
+stops the whole worker, which only ``deadlines.stall_s`` detects. Everything else is as in verl: an agent loop creates,
+calls and releases its tools, and a retry of the sample starts with new ones.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from recipe.partial_rollout.manager.types import Lease, Segment
 T = TypeVar("T")
 
 _END_S = 5.0
-"""seconds that an agent loop has to clean up after its time"""
+"""seconds that an agent loop has for its cleanup after it was cancelled"""
 
 
 class SampleClock:
-    """The time that a sample's agent loop spends between engine calls, so that a hung tool ends its sample, not the run.
+    """Limits the time between two engine calls of an agent loop: a hung tool fails its sample and does not stall the
+    run.
 
-    It runs in tools, in environments and in the loop's own code, and stops while something else has a deadline: while the
-    sample waits for its slot, the engine or its reward. Each engine call starts it anew.
+    The clock counts the time in tools, in environments and in the loop's own code. It is stopped while the sample waits
+    for its slot, the engine or its reward, which have deadlines of their own. After each engine call it starts from 0.
 
     Args:
-        name: of the sample, for the error.
-        deadline_s: seconds between two engine calls (``partial_rollout.failures.sample_timeout_s``); None: no deadline.
+        name: the sample or validation row in error messages, e.g. "sample 0/3#1".
+        deadline_s: most seconds between two engine calls (``failures.sample_timeout_s``); None: no limit.
     """
 
     def __init__(self, name: str, deadline_s: float | None = None) -> None:
@@ -51,7 +51,7 @@ class SampleClock:
 
         Raises:
             TimeoutError: the clock ran for longer than its deadline.
-            Exception: the one given to ``end``.
+            Exception: the error given to ``end``, or the agent loop's own.
         """
         task = asyncio.ensure_future(agent_loop)
         try:
@@ -62,17 +62,17 @@ class SampleClock:
             late = not task.done()
             where = await _cancelled(task) if late else None
         finally:
-            # Also where this call is cancelled itself: no agent loop runs on unheard.
+            # Also if this call itself is cancelled: no agent loop may run on when nobody awaits it.
             self._timeout = None
             task.cancel()
         if late or self._error is not None:
             raise self._error or TimeoutError(
-                f"the agent loop of {self.name} made no engine call for {self._deadline_s:g} s "
-                f"(partial_rollout.failures.sample_timeout_s)"
+                f"the agent loop of {self.name} made no engine call for {self._deadline_s:g} s and was cancelled: its "
+                f"code or a tool hangs, or needs a larger limit (partial_rollout.failures.sample_timeout_s)"
             ) from where
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
-            # Let out of the event loop, or of what runs here, it would end more than its sample.
-            raise RuntimeError(f"the agent loop of {self.name} raises {type(error).__name__}: {error}") from error
+            # A SystemExit that leaves this coroutine would end more than its sample.
+            raise RuntimeError(f"the agent loop of {self.name} exited: {type(error).__name__}: {error}") from error
         return task.result()
 
     @contextmanager
@@ -88,7 +88,7 @@ class SampleClock:
                 self._set(self._deadline_s)
 
     def end(self, error: Exception) -> None:
-        """Cancel the agent loop and have ``run`` raise ``error``: an agent loop may catch what its tools raise."""
+        """Cancel the agent loop and have ``run`` raise ``error``, which the agent loop therefore cannot catch."""
         self._error = self._error or error
         self._set(0.0)
 
@@ -104,7 +104,7 @@ class SampleClock:
 async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
     """Cancel ``task``, wait ``_END_S`` seconds at most, and return its error, whose traceback shows where it was.
 
-    None: the task caught the cancellation. It may run on; its result is not used.
+    Return None if the task caught the cancellation. It may run on then, and nobody uses its result.
     """
     task.cancel()
     await asyncio.wait({task}, timeout=_END_S)
@@ -115,7 +115,7 @@ async def _cancelled(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 def context_hash(tokens: np.ndarray | None = None) -> hashlib.blake2b:
-    """Hash a context of int32 tokens; ``update`` adds more."""
+    """Return a blake2b hash object of int32 ``tokens``; its ``update`` adds the bytes of further tokens."""
     return hashlib.blake2b(b"" if tokens is None else tokens.tobytes(), digest_size=16)
 
 
@@ -130,7 +130,8 @@ class ReplicaAffinity:
     """The replica that the next call of an agent loop prefers, because the loop's context is cached there."""
 
     replica: str | None = None
-    """address of the replica of its last call, if its prefix is cached there"""
+    """address of the replica of the agent loop's last call; None before that, or if its context is no longer cached
+    there"""
     resumes: bool = False
     """whether its last call was interrupted, so that the next one may run elsewhere"""
 
@@ -140,13 +141,13 @@ class Request:
     """A call to a replica."""
 
     affinity: ReplicaAffinity
-    """of its agent loop"""
+    """the agent loop's, which the call updates"""
     sample: LiveSample | None = None
-    """None: it is no training sample's"""
+    """None in validation and under noPR"""
     resumed_tokens: int = 0
     """tokens of the prompt that an engine has read or made before"""
     waited_s: float = 0.0
-    """see ``EngineCall``"""
+    """seconds before the call that the sample waited for a slot in an open round"""
     address: str = ""
 
 
@@ -155,16 +156,18 @@ class Turn:
     """One answer of the engine to an agent loop: one call, or several if it was interrupted."""
 
     number: int
-    """in its sample, by the order in which they began"""
+    """index of the turn in its sample, in the order of their start; 0 is kept for the turn whose tokens the lease has
+    """
     start: int
-    """tokens of its prompt"""
+    """number of tokens in its prompt"""
     context: bytes
     """digest of its prompt (``context_hash``)"""
     request_digest: str
     """``digest_of`` prompt and sampling parameters"""
     segments: list[Segment]
     unlike: str = ""
-    """sampling parameter that keeps its tokens from being trained (``llm_client.unlike_training``); "" if none does"""
+    """"top_p=0.7": sampling parameter because of which its tokens cannot be trained (``unlike_training``); "" if none
+    """
     images: tuple[bytes, ...] = ()
     """digests of the images that its prompt shows"""
 
@@ -173,7 +176,7 @@ class Turn:
 
     @property
     def complete(self) -> bool:
-        """Whether it is answered; a call that its loop gave up never is, and is not trained."""
+        """Whether the engine's answer is complete. An abandoned call never is, and its tokens are not trained."""
         return bool(self.segments) and self.segments[-1].stop_reason is not None
 
     @property
@@ -197,21 +200,22 @@ class LiveSample:
     """A training sample in its worker."""
 
     lease: Lease
-    """with which it came here"""
+    """the lease with which the sample came to this worker"""
     clock: SampleClock
-    """seconds that its agent loop spends between engine calls"""
+    """limits the time that its agent loop spends between two engine calls"""
     turns: list[Turn] = field(default_factory=list)
     """in the order in which they began; some may run concurrently"""
     leased: asyncio.Event = field(default_factory=asyncio.Event)
-    """set while it holds a slot; written by ``ClaimLoop`` alone, as are the next four"""
+    """set while it holds a slot; only ``ClaimLoop`` writes this field and the next four"""
     slot_requested: bool = False
-    """whether it has asked for a slot that is not granted yet; a sample that neither has nor asked for one is away"""
+    """whether it has asked for a slot that is not granted yet; a sample that neither holds nor asks for one is PARKED
+    """
     calling: int = 0
     """engine calls that run or wait for the slot, which they share"""
     release_timer: asyncio.TimerHandle | None = None
-    """gives the slot to another sample, if no engine call comes first"""
+    """releases the slot when it fires, unless an engine call is under way then"""
     task: asyncio.Task[None] | None = None
-    """runs its agent loop; asyncio itself keeps no task alive"""
+    """runs its agent loop; kept here because asyncio keeps no reference to a task"""
     ended: bool = False
     """whether its agent loop has ended; nothing that it left behind is reported"""
     affinity: ReplicaAffinity = field(default_factory=ReplicaAffinity)
@@ -229,7 +233,7 @@ class LiveSample:
 
     @property
     def _known(self) -> tuple[Segment, ...]:
-        """First turn of a single-turn sample that goes on from its tokens, until a call asks for it."""
+        """Segments that came with the lease and that no turn has taken up yet; empty for a conversation."""
         return () if any(turn.number == 0 for turn in self.turns) else self.lease.segments
 
     @property
@@ -239,7 +243,7 @@ class LiveSample:
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of its first token; None if there is none yet, or if the replica did not say."""
+        """Policy version of the sample's first token; None if there is no token yet, or if the replica did not say."""
         first = min((segment.version for segment in self.segments), default=-1)
         return first if first >= 0 else None
 
@@ -251,10 +255,10 @@ class LiveSample:
         unlike: str = "",
         images: tuple[bytes, ...] = (),
     ) -> Turn:
-        """Begin a turn after ``start`` tokens.
+        """Begin a turn whose prompt has ``start`` tokens.
 
-        The lease may have tokens of the sample's first turn. A call with the same request (prompt and sampling parameters)
-        continues from these tokens. Any other call starts without them.
+        The lease may bring the first turn's tokens from a worker that died. A turn with the same request (prompt and
+        sampling parameters) continues from them. Any other turn starts without tokens.
         """
         # Number 0 is kept for the turn whose tokens are known.
         known = self._known
@@ -265,9 +269,10 @@ class LiveSample:
         return turn
 
     def add(self, turn: Turn, segment: Segment) -> None:
-        """Append ``segment`` to ``turn``, and to what the manager is told next.
+        """Append ``segment`` to ``turn``, and to the segments that the next report tells the manager.
 
-        Nothing is added if the sample has ended, or if its engine call was aborted before the first token.
+        Do nothing if the sample has ended, or if the segment is empty because its call was aborted before the first
+        token.
         """
         if self.ended or (not len(segment) and segment.stop_reason is None):
             return
@@ -277,9 +282,9 @@ class LiveSample:
 
 
 class OneOfASample:
-    """An object that a sample has once, and whose methods run in the event loop in which it was made.
+    """Base of objects that a sample has once, and whose methods run in the event loop that made the object.
 
-    An agent that forks copies all its attributes; a copy of this is the object itself.
+    An agent loop that forks may copy its attributes; a copy of such an object is the object itself.
     """
 
     def __init__(self) -> None:
@@ -293,9 +298,9 @@ class OneOfASample:
 
 
 def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Run ``verb``, a method of a ``OneOfASample``, in its event loop, from whichever thread and loop it is called.
+    """Decorate ``verb``, a method of a ``OneOfASample``, to run in the object's event loop, wherever it is called.
 
-    Agent loops may run their parts in threads, which have event loops of their own.
+    Parts of an agent loop may run in threads that have event loops of their own.
     """
 
     async def call(own: OneOfASample, *args: Any, **kwargs: Any) -> T:
@@ -313,14 +318,14 @@ def at_home(verb: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Corout
 def timed(
     tools: list[Any], clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
 ) -> list[Any]:
-    """Wrap ``tools`` for one agent loop: each call has a deadline, and what a tool raises is recorded.
+    """Wrap ``tools`` for one agent loop: each call has a deadline, and errors that a tool raises are recorded.
 
     ``tools`` are as verl loads them (``load_all_tools``). The loop may call them in any thread.
 
     Args:
-        clock: the agent loop's clock; a late call ends the agent loop through it.
+        clock: the agent loop's clock, through which a call that exceeds ``timeout_s`` ends the agent loop.
         timeout_s: limit of one call, in seconds; None: no limit.
-        record_error: called with what a tool raises, which verl's tool loop shows to the model alone.
+        record_error: called with each error that a tool raises; verl's tool loop shows it only to the model.
     """
     return [_timed(tool, TimedTool(tool, clock, timeout_s, record_error)) for tool in tools]
 
@@ -337,7 +342,7 @@ def _timed(tool: Any, bounded: TimedTool) -> Any:
 
 
 class TimedTool(OneOfASample):
-    """A tool each call of whose life cycle has a deadline (see ``timed``); everything else is the tool's own."""
+    """Gives each ``create``, ``execute`` and ``release`` of a tool a deadline; everything else is the tool's own."""
 
     def __init__(
         self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
@@ -353,8 +358,8 @@ class TimedTool(OneOfASample):
         """Return ``call``'s result.
 
         Raises:
-            TimeoutError: there is none in time; the agent loop ends with it, too.
-            Exception: the tool's own.
+            TimeoutError: ``call`` took longer than the limit; the agent loop ends with this error, too.
+            Exception: the tool's own error, which is also recorded.
         """
         limit = asyncio.timeout(self._timeout_s)
         try:
@@ -366,16 +371,16 @@ class TimedTool(OneOfASample):
                 self._record_error(error)
                 raise
             late = TimeoutError(
-                f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s "
-                f"(partial_rollout.failures.tool_timeout_s)"
+                f"tool {self._tool.name} gave no answer to {self._clock.name} within {self._timeout_s:g} s: it hangs, "
+                f"or needs a larger limit (partial_rollout.failures.tool_timeout_s)"
             )
-            # The agent loop may turn the error into a message to the model; its clock ends it all the same.
+            # The agent loop may turn the error into a message to the model, so its clock ends the agent loop as well.
             self._clock.end(late)
             raise late from error
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._tool, name)
-        # What verl's tool loop awaits in a tool's life.
+        # The coroutines of a tool that verl's tool loop awaits.
         if name not in ("create", "execute", "release"):
             return own
         return lambda *args, **kwargs: self.within(own(*args, **kwargs))

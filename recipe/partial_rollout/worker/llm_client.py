@@ -1,22 +1,23 @@
-"""Generation in segments: PR's client between verl's agent loops and the vLLM replicas.
+"""Generation in segments: the client of partial rollout between verl's agent loops and the vLLM replicas.
 
-``PartialRolloutLLMClient`` turns an aborted call into a cached segment and continues once the manager grants the sample a
-slot again. The agent loop above does not notice, so tools are not called twice and conversation state stays in place. A
-call that was held while the weights changed becomes a segment for each version.
+``PartialRolloutLLMClient`` keeps the tokens of an aborted call as a segment, and continues once the manager grants the
+sample a slot again. The agent loop does not notice, so no tool is called twice and the conversation's state stays in
+place. A call that was held while the weights changed becomes one segment for each version.
 
-Calls of all loops, validation's too, go to replicas that ``ReplicaChoice`` names: verl's load balancer has no part.
+All calls, those of validation too, go to replicas that ``ReplicaChoice`` chooses. verl's load balancer is not used.
 
-A resumed call gets its earlier tokens as prompt, which vLLM does not count, so sampling parameters are adapted:
+A resumed call has the turn's earlier tokens in its prompt. vLLM does not count them as output, so the client adapts the
+sampling parameters:
 
 ==============================  ======================================================================================
 ``max_tokens``, ``min_tokens``  reduced by the tokens already made
 ``stop``                        searched for in the text of the whole turn (``StopStrings``)
-``_REFUSED``                    refused: vLLM applies these to each call anew and does not know of earlier calls
-everything else                 unchanged: it looks at one step, or at prompt and output alike (``repetition_penalty``)
+those in ``_REFUSED``           refused: vLLM applies them to each call anew and does not know of earlier calls
+everything else                 unchanged: it acts on one step, or on prompt and output alike (``repetition_penalty``)
 ==============================  ======================================================================================
 
-A call that its loop gives up (``asyncio.wait_for``) runs in its engine to its end, or to the end of the round; nobody
-hears of its tokens.
+If an agent loop abandons a call (``asyncio.wait_for``), the engine decodes on until the call or the round ends, and the
+tokens are discarded.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from recipe.partial_rollout.worker.live_sample import (
 from recipe.partial_rollout.worker.observed import ABORTED, REQUEST, ObservedLLMClient, version_of
 
 _MOVE_ABOVE = 1.25
-"""a resumed sample moves if its own replica has more than so many times the running samples of the emptiest"""
+"""a resumed sample moves if its own replica has more running samples than this factor times (1 + those of the emptiest)
+"""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0.0),
     "frequency_penalty": (None, 0.0),
@@ -63,7 +65,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     # A resumed call's prompt has the tokens made before.
     "prompt_logprobs": (None,),
 }
-"""parameters that a resumed call would apply to its own tokens alone, with the values that switch each off"""
+"""parameters that a resumed call would apply to its own tokens only, each with the values that switch it off"""
 WHOLE: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
     "top_k": (-1, 0),
@@ -73,11 +75,11 @@ WHOLE: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "allowed_token_ids": ([],),
 }
-"""parameters that change the distribution over the vocabulary, with the values that leave it as it is"""
+"""parameters that change the distribution over the vocabulary, each with the values that leave it unchanged"""
 
 
 class SampleClient(OneOfASample):
-    """verl's client for one agent loop, in whatever thread or task it generates.
+    """The client that one agent loop gets: verl's interface, callable from any thread or task.
 
     Args:
         client: the worker's client; it serves every attribute but ``generate``.
@@ -91,7 +93,7 @@ class SampleClient(OneOfASample):
         self._sample = sample
         self._clock = clock
         self._affinity = ReplicaAffinity()
-        """in validation"""
+        """of a validation's agent loop; a training sample has its own"""
 
     @at_home
     async def generate(self, request_id: str, **options: Any) -> TokenOutput:
@@ -103,7 +105,7 @@ class SampleClient(OneOfASample):
 
     @property
     def sample_id(self) -> str | None:
-        """``epoch/position#index``; None in validation. Under noPR a client has no such attribute."""
+        """Return the sample's id, ``epoch/position#index``; None in validation. noPR's client lacks this attribute."""
         return None if self._sample is None else self._sample.id
 
     def __getattr__(self, name: str) -> Any:
@@ -111,16 +113,17 @@ class SampleClient(OneOfASample):
 
 
 class ReplicaChoice:
-    """Counts running samples by replica.
+    """Chooses a replica for each call, and counts the running samples of each replica.
 
     A sample that has blocks cached at a replica (``ReplicaAffinity``) goes back to it, unless it resumes after an
     interruption and that replica has many more running samples than the emptiest. Any other sample goes to the replica
-    with the fewest running samples; of equals, to the one that no sample has gone to for longest.
+    with the fewest running samples; of equals, to the one that was chosen longest ago.
 
     Args:
         servers: address to server handle.
-        offset: position of this worker among all, from 0 to 1. Workers begin at different replicas, because each has too
-            few samples to reach all of many replicas, and together they should.
+        offset: position of this worker among all workers, from 0 to below 1. Each worker begins with another replica:
+            one worker may have fewer samples than there are replicas, but all workers together should use every
+            replica.
     """
 
     def __init__(self, servers: dict[str, Any], offset: float = 0.0) -> None:
@@ -128,10 +131,12 @@ class ReplicaChoice:
         addresses = list(servers)
         first = int(offset * len(addresses))
         self._running = dict.fromkeys(addresses[first:] + addresses[:first], 0)
-        """running samples by address; the one that was taken last comes last"""
+        """running samples by address; the replica that was chosen last comes last"""
 
     def use(self, servers: dict[str, Any]) -> None:
-        """Choose among ``servers`` from here on; those that stay keep their counts, because their calls may be held."""
+        """Choose among ``servers`` from now on. Replicas that stay keep their counts: a weight sync may hold their
+        calls.
+        """
         self.servers = servers
         living = {address: count for address, count in self._running.items() if address in servers}
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
@@ -164,14 +169,14 @@ class PartialRolloutLLMClient(ObservedLLMClient):
     """Resumes an interrupted engine call from its own tokens, under the weights that the replicas then hold."""
 
     replicas: ReplicaChoice
-    """set by the worker before any call, as is the next"""
+    """set by ``connect`` before any call, like ``claims``"""
     claims: ClaimLoop
     """gives a sample the slot that its calls need"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tokenizer: Any = None
-        """the model's; finds stop strings"""
+        """the model's tokenizer, which ``StopStrings`` needs; set by the worker"""
         self._keeps_kv = self.config.partial_rollout.resume_kv == ResumeKV.KEEP
         self._compares = self.config.partial_rollout.correction != Correction.NONE
         """whether the loss compares the trainer's log-probs with the engine's"""
@@ -201,7 +206,8 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
         Returns:
             verl's ``TokenOutput`` with the tokens and log-probs of all its calls, and ``min_global_steps`` and
-            ``max_global_steps`` over them. A turn that was complete before a crash makes no call.
+                ``max_global_steps`` over them. If the lease brought the complete turn from a worker that died, no call
+                is made.
 
         Raises:
             RuntimeError: the engine returned tokens without one finite log-prob each.
@@ -231,13 +237,13 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         known: int,
         kwargs: dict[str, Any],
     ) -> TokenOutput | None:
-        """Ask until ``turn`` is complete; returns the last answer, None if none was needed.
+        """Call the engine until ``turn`` is complete; return the last output, None if no call was needed.
 
         Args:
-            known: tokens of the prompt that the engines have seen.
+            known: tokens of the prompt that an engine has read or decoded in earlier turns.
         """
         last, stops = None, None
-        # The earliest group first, so that the engine preempts the newest (``main_ppo.wire`` sets the policy).
+        # The earliest group first: the engine then preempts the newest (``main_ppo.apply_overrides`` sets the policy).
         kwargs["priority"] = sample.lease.order
         budget = self._budget(len(prompt_ids), params)
         if params.get("stop"):
@@ -286,11 +292,10 @@ class PartialRolloutLLMClient(ObservedLLMClient):
 
     @staticmethod
     def _segments(output: TokenOutput, budget: int) -> list[Segment]:
-        """Divide the tokens of one call into a segment for each version that made some.
+        """Divide the tokens of one call into segments, one for each version that made some of them.
 
-        Only the last may have a stop reason.
-
-        A call that is aborted after its last token counts as complete.
+        Only the last segment may have a stop reason. A call that is aborted after the last token of its budget is
+        complete.
         """
         interrupted = output.stop_reason in ABORTED and len(output.token_ids) < budget
         stop_reason = "completed" if output.stop_reason in (None, *ABORTED) else output.stop_reason
@@ -328,7 +333,7 @@ def check_sampling(sample_id: str, params: dict[str, Any]) -> None:
         if (value := params.get(key)) not in off:
             raise ValueError(
                 f"sample {sample_id}: its agent loop asks for {key}={value!r}, which vLLM applies to each call anew, so an "
-                f"interruption would change what it does: leave it out, or set partial_rollout.enable=False"
+                f"interruption would change its effect: leave the parameter out, or set partial_rollout.enable=False"
             )
 
 
@@ -351,7 +356,10 @@ def unlike_training(params: dict[str, Any], temperature: float) -> str:
 
 
 def sampling_of_call(params: dict[str, Any], budget: int, made: int) -> dict[str, Any]:
-    """Return parameters for the call that continues a turn with ``params`` after ``made`` of ``budget`` tokens."""
+    """Return the sampling parameters of a call that continues a turn after ``made`` of its ``budget`` tokens.
+
+    ``params`` are those of the whole turn.
+    """
     others = {key: value for key, value in params.items() if key != "max_new_tokens"}
     least = max(0, (params.get("min_tokens") or 0) - made)
     return {**others, "max_tokens": budget - made, "min_tokens": least}
@@ -361,8 +369,8 @@ class StopStrings:
     """Finds stop strings in a whole turn, with vLLM's own detokenizer and search.
 
     The engine's detokenizer sees the tokens of one call and misses a stop string that begins before an interruption and
-    ends after it. vLLM returns the token that completes a stop string, whether or not its text has the string
-    (``include_stop_str_in_output``), so there the turn is cut. What a resumed call made after it is dropped.
+    ends after it. The turn is cut after the token that completes a stop string: vLLM returns this token even if its
+    text excludes the string (``include_stop_str_in_output=False``). Later tokens of the resumed call are dropped.
 
     Args:
         tokenizer: the worker's tokenizer.

@@ -1,7 +1,8 @@
 """Instrumented agent-loop worker and engine client. noPR trains with them; PR validates with them and subclasses them.
 
-A sample fails if its agent loop raises, if a replica refuses its request, if it does not fit a batch, or if it has no
-score. It is retried, if that can help. Then noPR's training ends with the error, and a validation leaves the sample out.
+A sample fails if its agent loop raises, if a replica refuses its request, if its output does not fit a batch, or if it
+has no valid score. The agent loop and the reward call are retried up to ``failures.sample_retries`` times. After that,
+noPR's training ends with the error, and a validation leaves the sample out (with ``sample_retries=null`` it ends, too).
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ from recipe.partial_rollout.worker.rewards import (
 
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
-"""digits of verl's request ids, which have 32, that tell the samples of a run apart in its trace"""
-# Many calls run at once on one client, and verl's ``generate`` has no parameter for it.
+"""noPR: leading digits of verl's request id (32 hex digits) that name a sample in the records of engine calls"""
+# A context variable: many calls run at once on one client, and verl's ``generate`` has no parameter for the request.
 REQUEST: ContextVar[Request] = ContextVar("request")
-"""the request that verl's ``generate`` makes at this moment; it notes where it goes"""
+"""the request that the current task makes through verl's ``generate``; ``_acquire_server`` adds the replica to it"""
 T = TypeVar("T")
 AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, list[AgentLoopOutput]]]
-"""a run of an agent loop whose parameters and row are given: takes the client and the tools"""
+"""an agent loop with its parameters and row: call it with a client and the tools to run it"""
 ROW = "__row__"
 """column of a batch under v1: number of the row in its sample, from 0"""
 
@@ -80,7 +81,7 @@ def version_of(output: TokenOutput) -> int:
 
 
 class ObservedLLMClient(LLMServerClient):
-    """verl's client; remembers what each engine call cost."""
+    """verl's client; records an ``EngineCall`` (times, tokens, version, replica) for each call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +89,7 @@ class ObservedLLMClient(LLMServerClient):
 
     @classmethod
     def over(cls, client: LLMServerClient) -> Self:
-        """Make a client on the connection of ``client``."""
+        """Make a client that uses the config and the load balancer of ``client``."""
         return cls(config=client.config, load_balancer_handle=client._load_balancer)
 
     def take_calls(self) -> list[EngineCall]:
@@ -104,11 +105,11 @@ class ObservedLLMClient(LLMServerClient):
     async def generate(  # type: ignore[override]
         self, request_id: str, *, request: Request | None = None, **kwargs: Any
     ) -> TokenOutput:
-        """Call ``LLMServerClient.generate``, and note what it cost.
+        """Call ``LLMServerClient.generate``, and record the call as an ``EngineCall``.
 
         Raises:
-            InfraError: the replica died; the message names it.
-            RuntimeError: it refused the request.
+            InfraError: the replica died; the message names the replica.
+            RuntimeError: the replica refused the request.
         """
         params = kwargs.get("sampling_params", {})
         if not params.get("stop"):
@@ -148,11 +149,11 @@ class ObservedLLMClient(LLMServerClient):
 
 
 class ObservedAgentLoopWorker(AgentLoopWorker):
-    """verl's worker; it bounds and retries reward calls, retries samples, and notes its engine calls."""
+    """verl's worker; it limits and retries reward calls, retries agent loops, and records its engine calls."""
 
     llm_client: ObservedLLMClient
     _filter: FilterSettings | None = None
-    """judges groups by what a reward says, if ``algorithm.filter_groups`` asks for it"""
+    """PR: settings of dynamic sampling, whose metric each score must have; None without ``algorithm.filter_groups``"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -204,7 +205,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _maker(self, agent_name: str) -> Callable[..., Any]:
         """Return the factory of agent loop ``agent_name``.
 
-        A loop with nothing but ``_target_`` is made by its class: hydra would compose the whole configuration each time.
+        If the registry's entry has only ``_target_``, the factory is the class itself: hydra's ``instantiate`` would
+        process the whole configuration for each sample.
         """
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
@@ -233,18 +235,21 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Return what an agent loop ``returned`` as a list.
 
         Raises:
-            TypeError: it is neither an output nor a list of some, or it is a list without ``trainer.use_v1=True``.
+            TypeError: it is not an ``AgentLoopOutput`` or a list of them, the list is empty, or it is a list without
+                ``trainer.use_v1=True``.
         """
         if isinstance(returned, AgentLoopOutput):
             return [returned]
         if not isinstance(returned, list) or not all(isinstance(each, AgentLoopOutput) for each in returned):
             what = f"a list of {type(returned[-1]).__name__}" if isinstance(returned, list) else type(returned).__name__
-            raise TypeError(f"the agent loop returned {what}: return the AgentLoopOutput that is trained")
+            raise TypeError(f"the agent loop returned {what}: it must return an AgentLoopOutput")
         if not returned:
-            raise TypeError("the agent loop returned an empty list: return a row at least, whose mask may be all 0")
+            raise TypeError(
+                "the agent loop returned an empty list: return at least one output, whose mask may be all 0"
+            )
         if not self.config.trainer.use_v1:
             what = f"a list of {len(returned)} outputs"
-            raise TypeError(f"the agent loop returned {what}: trainer.use_v1=True trains several rows of a sample")
+            raise TypeError(f"the agent loop returned {what}: only trainer.use_v1=True trains several rows of a sample")
         return returned
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
@@ -254,9 +259,10 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     async def _scored(
         self, run_loop: AgentLoopCall, trajectory: dict[str, Any], row: dict[str, Any]
     ) -> list[AgentLoopOutput]:
-        """Run the agent loop and score its outputs; each is tried again if it fails.
+        """Run the agent loop and score its outputs. The loop, and then the reward call, are retried if they fail.
 
-        Returns an empty output for a validation's sample that fails for good; noPR's training ends with the error.
+        If the sample fails for good, raise its error. In a validation return one empty output instead, unless
+        ``sample_retries=null``.
         """
         validate = trajectory["validate"]
         try:
@@ -298,7 +304,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 again = verdict_on(times, self.config.partial_rollout.failures) is FailureVerdict.RETRY
                 if not again or isinstance(error, InfraError) or is_cancelled():
                     raise
-                logger.warning("%s; it is tried again", one_line(error))
+                logger.warning("an agent loop or reward call failed and is tried again: %s", one_line(error))
                 on_retry(error)
             await asyncio.sleep(retry_delay_s(times))
         raise AssertionError("an attempt returns or raises")
@@ -327,7 +333,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
             if excess := excess_of(*sizes):
                 raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
-            # As verl's does: reward functions may read it.
+            # As verl's worker does: reward functions may read it.
             output.extra_fields["raw_prompt"] = row.get("raw_prompt")
             output.extra_fields = renamed(output.extra_fields, "loop")
         last = outputs[-1]
@@ -343,7 +349,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         output = outputs[-1]
         output.reward_score = None
         async with self._rewards:
-            # The deadline of a call starts when it has its place.
+            # The deadline starts only now, when the call has a permit and runs.
             await reward_of(self._compute_score(outputs, row), row.get("uid"), self._reward_s)
         # Without reward workers a score comes later, of a colocated reward model.
         if output.reward_score is not None or self.reward_loop_worker_handles is not None:
@@ -364,17 +370,17 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _postprocess(
         self, inputs: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
     ) -> DataProto:
-        """Make a batch of the rows of samples as verl's worker does, with the rewards' extra information in one column.
+        """Make a batch of all rows of the samples as verl's worker does; one column has the rewards' extra information.
 
         Args:
-            inputs: rows of each sample; samples may have different keys.
-            input_non_tensor_batch: columns of the samples.
+            inputs: rows of each sample; the extra information of two samples may have different keys.
+            input_non_tensor_batch: columns with one entry a sample.
         """
         rows = [row for sample in inputs for row in sample]
         owners = np.repeat(np.arange(len(inputs)), [len(sample) for sample in inputs])
         columns = {key: column[owners] for key, column in (input_non_tensor_batch or {}).items()}
         if any(each.response_logprobs is None for each in rows):
-            # verl takes those of all, or of none.
+            # verl takes the log-probs of all rows or of none.
             for each in rows:
                 each.response_logprobs = None
         infos = np.empty(len(rows), dtype=object)

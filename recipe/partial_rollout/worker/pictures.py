@@ -1,8 +1,8 @@
 """The images of a sample: from its agent loop to the trainer.
 
-A finished sample names those of its row by their places there, and brings along only those that its loop made. Pixels are
-made of them where they are read, so neither a report nor Ray's store nor a checkpoint has any: 24 MiB a megapixel, as
-verl's trainer takes them.
+A finished sample stores an image of its dataset row as the image's index in that row, and an image that its agent loop
+made as a PNG file. The trainer makes pixels of them only when it reads a batch. So neither a report nor Ray's store nor
+a checkpoint has pixels, which in the form of verl's trainer take 24 MiB a megapixel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_i
 from recipe.partial_rollout.manager.types import SampleOutput
 
 SEES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V or GLM-4.6V"
-"""models whose positions verl makes of images"""
+"""models for which verl computes position ids of images; used in error messages"""
 
 
 class Pictures:
@@ -56,7 +56,7 @@ class Pictures:
         return found.get("images") or []
 
     def inputs(self, images: Sequence[Image.Image], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Make the model's inputs of ``images``, which the tokens ``ids`` [1, L] show.
+        """Make the model's inputs of ``images``, whose image tokens are in ``ids`` [1, L].
 
         ``pixel_values`` [patches, values of a patch], ``image_grid_thw`` [images, 3], ``images_seqlens`` [images], and
         ``mm_token_type_ids``, which only ``positions`` reads.
@@ -73,7 +73,10 @@ class Pictures:
         return self._compute_position_ids(ids, mask, dict(inputs))
 
     def check(self, output: SampleOutput, images: Sequence[Image.Image]) -> None:
-        """Raise for a sample whose tokens have no place for its images. In a batch it would fail all others."""
+        """Raise if the model cannot train images, or if ``output`` has not as many image tokens as ``images`` need.
+
+        Without this check the error would come in the trainer, and fail the whole batch.
+        """
         if not self.known:
             words = f"partial rollout cannot train images of this model, only of {SEES}"
             raise ValueError(f"{words}: set partial_rollout.enable=False")
@@ -83,7 +86,8 @@ class Pictures:
         found = int((ids == get_processor_token_id(self.processor, "image")).sum())
         if found != needed:
             raise RuntimeError(
-                f"{found} tokens of the sample stand for images, and its {len(images)} images take {needed}"
+                f"{found} tokens of the sample stand for images, but its {len(images)} images need {needed}: its agent "
+                "loop must return each image with all its image tokens"
             )
 
 

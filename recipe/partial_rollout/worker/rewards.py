@@ -1,4 +1,4 @@
-"""Reward calls: so many at once, on whichever of verl's reward workers lives, each within its deadline."""
+"""Reward calls: a limited number at once, each with a deadline, on those of verl's reward workers that are alive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _ANSWERS_WITHIN_S = 5.0
 """seconds that a reward worker has to show that its event loop runs"""
 REWARD_INFO = "reward_extra_info"
-"""verl's name for what a reward says beside the score"""
+"""verl's key for the dictionary that a reward function returns beside the score"""
 _TRAINERS = {
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
     "rollout_versions", "rm_scores", "token_level_scores", "token_level_rewards", "old_log_probs", "entropys",
@@ -48,7 +48,7 @@ class RewardError(RuntimeError):
     """The reward function failed, gave no score in time, or none that can be trained."""
 
     times = 1
-    """in a row, for the same output"""
+    """failures in a row of the reward of the same output"""
 
 
 async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None = None) -> Any:
@@ -72,7 +72,9 @@ async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None 
 
 
 def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
-    """Rename those of ``fields``, which ``who`` (a reward or a loop) gives a sample, that have a name of the trainer's own.
+    """Return ``fields`` of a sample, with ``who_`` before each name that verl's trainer uses itself (``_TRAINERS``).
+
+    ``who`` is "reward" or "loop", which gave the fields.
 
     >>> renamed({"acc": 1.0, "temperature": 0.7}, "reward")
     {'acc': 1.0, 'reward_temperature': 0.7}
@@ -108,14 +110,14 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
 
 
 class RewardWorkers:
-    """Stands for an actor handle in verl's ``reward_loop_worker_handles``: calls go to workers that answer.
+    """Replaces the actor handles in verl's ``reward_loop_worker_handles``: sends each call to a worker that answers.
 
-    verl picks one at random for each sample, also one on a dead node. Here a call whose worker dies is made once more, by
-    another one. A worker whose function never returns is ended, because other samples wait behind it. Ray restarts a
-    worker that has ended, ``partial_rollout.failures.worker_restarts`` times (``verl_ext.reward_workers``).
+    verl chooses a worker at random for each sample, even one on a dead node. Here a call whose worker dies is repeated
+    once, on another worker. A worker whose function never returns is killed, because other samples wait behind it. Ray
+    restarts a dead worker up to ``partial_rollout.failures.worker_restarts`` times (``verl_ext.reward_workers``).
 
     Args:
-        handles: verl's reward workers. config: the whole one.
+        handles: verl's reward workers. config: the whole config.
     """
 
     def __init__(self, handles: Sequence[Any], config: Any) -> None:
@@ -123,9 +125,10 @@ class RewardWorkers:
         self._living = list(handles)
         self._config = config
         self._died_of: RayActorError | None = None
-        """the first death: a reward file that does not load ends all of them alike"""
+        """the first death, named when all are dead: a reward file that cannot be loaded kills all for the same reason
+        """
         self._doubted: list[Any] = []
-        """workers that are asked whether a function holds them"""
+        """workers that are being checked for a reward function that does not return"""
 
     async def remote(self, data: Any) -> dict:
         """Call ``RewardLoopWorker.compute_score`` on a worker that lives; the caller sets the deadline.
@@ -144,19 +147,22 @@ class RewardWorkers:
             try:
                 return await call
             except asyncio.CancelledError:
-                # Its place goes to another call: it must not go on there.
+                # Another call gets this one's permit, so this one must not go on in the worker.
                 ray.cancel(call)
                 await self._end_if_stuck(handle)
                 raise
             except RayActorError as error:
-                # The reward function's own error may be about an actor of its own.
+                # A RayTaskError is the reward function's own error: an actor that it uses may have died.
                 if isinstance(error, RayTaskError):
                     raise
                 died_of = error
-        raise RuntimeError(f"two reward workers died in turn during one call: {one_line(died_of)}") from died_of
+        raise RuntimeError(
+            f"two reward workers died in turn during one call, so its reward function may have killed them: "
+            f"{one_line(died_of)}"
+        ) from died_of
 
     async def _one_that_answers(self) -> Any:
-        """Return a worker that lives and is not held by its function.
+        """Return a worker that lives and whose event loop is not blocked by its reward function.
 
         Raises:
             InfraError: all are dead.
@@ -166,7 +172,7 @@ class RewardWorkers:
             try:
                 await asyncio.wait_for(result_of(handle.__ray_ready__.remote()), _ANSWERS_WITHIN_S)
                 return handle
-            # Its function blocks its event loop. It lives, and may answer later; another one may be free now.
+            # Its reward function blocks its event loop. It lives and may answer later; another worker may be free now.
             except TimeoutError:
                 continue
             except RayActorError as error:
@@ -178,13 +184,17 @@ class RewardWorkers:
         path = self._config.reward.custom_reward_function.path
         restarts = self._config.partial_rollout.failures.worker_restarts
         raise InfraError(
-            f"no reward worker of reward.num_workers is left: {path or 'a scorer of verl'} does not load, or has ended "
-            f"each more often than partial_rollout.failures.worker_restarts={restarts} allows; the first death: "
-            f"{one_line(self._died_of)}"
+            f"no reward worker of reward.num_workers is left: {path or 'a scorer of verl'} cannot be loaded, or "
+            f"each worker died more often than partial_rollout.failures.worker_restarts={restarts} allows; the first "
+            f"death: {one_line(self._died_of)}"
         ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:
-        """End the worker of a call that was given up, unless the call ended with that, as a coroutine does."""
+        """Kill the worker of a cancelled call if its reward function goes on.
+
+        A coroutine ends with the cancellation. A synchronous function goes on in its thread, and a blocked event loop
+        does not answer.
+        """
         if handle in self._doubted:
             return
         self._doubted.append(handle)
@@ -197,10 +207,10 @@ class RewardWorkers:
         finally:
             self._doubted.remove(handle)
         if stuck:
-            logger.warning("a reward function does not return: its reward worker is ended, and starts anew")
+            logger.warning("a reward function did not return in time: its reward worker is killed, and Ray restarts it")
             ray.kill(handle, no_restart=False)
 
 
 def _runs_in_threads(worker: Any) -> bool:
-    """Whether ``worker``'s reward function is synchronous: its thread goes on when the call is cancelled."""
+    """Return whether ``worker``'s reward function is synchronous: its thread goes on when the call is cancelled."""
     return not getattr(worker.reward_manager, "is_async_reward_score", False)
