@@ -231,10 +231,13 @@ def test_call_whose_replica_died_is_made_again_at_another(engine):
     ],
 )
 def test_call_fails_once_no_replica_is_left_or_a_living_one_refuses_it(engine, error, asked, kind, said):
-    engine.answers = [error, error]
+    engine.answers, client = [error, error], client_of("ab")
     with pytest.raises(kind, match=said):
-        generate(client_of("ab"), live_sample())
+        generate(client, live_sample())
     assert len(engine.asked) == asked
+    if kind is InfraError:
+        with pytest.raises(InfraError, match="no vLLM replica is left"):
+            generate(client, live_sample())
 
 
 def test_validation_calls_of_a_loop_are_verls_and_go_to_one_replica(engine):

@@ -142,7 +142,13 @@ class ReplicaChoice:
         self._running = {**living, **{address: 0 for address in servers if address not in living}}
 
     def take(self, affinity: ReplicaAffinity) -> tuple[str, Any]:
-        """Choose a replica for the next call, which counts as running there until ``release``; return address, handle."""
+        """Choose a replica for the next call, which counts as running there until ``release``; return address, handle.
+
+        Raises:
+            InfraError: every replica has died.
+        """
+        if not self._running:
+            raise InfraError("no vLLM replica is left: all of them have died")
         fewest = min(self._running, key=self._running.__getitem__)
         own = affinity.replica if affinity.replica in self._running else fewest
         # One more than the emptiest: with few samples, a difference of one is no reason to prefill elsewhere.

@@ -108,7 +108,7 @@ class ObservedLLMClient(LLMServerClient):
         """Call ``LLMServerClient.generate``, and record the call as an ``EngineCall``.
 
         Raises:
-            InfraError: the replica died; the message names the replica.
+            InfraError: the replica died, and the message names it; or no replica is left.
             RuntimeError: the replica refused the request.
         """
         params = kwargs.get("sampling_params", {})
@@ -120,6 +120,8 @@ class ObservedLLMClient(LLMServerClient):
         try:
             # A call that is made again goes to vLLM under an id of its own.
             output = await answer_of(lambda: verls(request_id=request_id, **kwargs))
+        except InfraError:
+            raise
         except Exception as error:
             kind, did = (InfraError, "failed on") if means_death(error) else (RuntimeError, "refused")
             name = request.address or "(none acquired)"
