@@ -11,8 +11,7 @@ Peak memory beside the logits, for R token rows and a vocabulary of V, on an acc
 ======== =================================================================================================================
 forward  one chunk: ``BYTES`` x ``DEVICE_CHUNK`` = 1 GiB, for any R and V
 backward one chunk, and a gradient in the logits' type (bfloat16: 2 x R x V bytes) for the log-probs, and a second one
-for
-         the entropy if it is in the loss; any implementation needs these gradients
+         for the entropy if it is in the loss; any implementation needs these gradients
 ======== =================================================================================================================
 
 The caller's own copies come on top: verl's FSDP engine copies unpacked logits into packed rows (2 x R x V bytes in

@@ -104,7 +104,7 @@ def no_device(device: str, cluster: str | None) -> str | None:
 def imported_here(first: Sequence[str] = ()) -> Path | None:
     """Return the folder that this process would import as ``recipe.partial_rollout``; nothing is imported.
 
-    If another package ``recipe`` hides ours, return the folder of that package. Return None if there is no ``recipe``.
+    If another package ``recipe`` hides ours, return the folder of that package. Return None if neither is found.
 
     Args:
         first: folders that are searched before ``sys.path``.

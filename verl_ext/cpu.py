@@ -28,7 +28,7 @@ NAME = "cpu"
 class PlatformCPU(PlatformBase):
     """verl's platform interface for a CPU.
 
-    It is its own device module: ``torch.cpu``, and the functions that this one lacks.
+    It is its own device module: ``torch.cpu``, and the functions that ``torch.cpu`` lacks.
     """
 
     def __getattr__(self, name: str) -> Any:

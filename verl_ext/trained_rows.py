@@ -32,7 +32,7 @@ def trained_rows(data: DataProto) -> torch.Tensor:
 
 
 def _with_baseline(rows: torch.Tensor, index: Any) -> torch.Tensor:
-    """bool [B]: ``rows`` without those that are the only ones left of their group; ``index`` [B] names the groups."""
+    """bool [B]: ``rows`` without a row that is the only one left of a larger group; ``index`` [B] names the groups."""
     _, group, sizes = np.unique(np.asarray(index).astype(str), return_inverse=True, return_counts=True)
     left = np.bincount(group, weights=rows.numpy(), minlength=len(sizes))
     return rows & torch.from_numpy((left > 1) | (left == sizes))[group]

@@ -105,7 +105,7 @@ def bound_controller(module: Any) -> None:
                     raise
                 raise TimeoutError(
                     f"TransferQueue's controller gave no answer within {CONTROLLER_S} s: it or its node has died; "
-                    f"start the run again, and it resumes from its last checkpoint"
+                    f"start the run again to resume from its last checkpoint"
                 ) from error
 
     module.ZMQSocketPool = BoundPool

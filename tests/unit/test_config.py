@@ -118,7 +118,7 @@ MISTAKES = {
     "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
-    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: for the first tokens",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: the engine",
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",

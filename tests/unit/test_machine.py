@@ -100,7 +100,7 @@ def test_trackers_folder_in_the_working_directory_is_no_package(build, monkeypat
     monkeypatch.setattr(inputs, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]) or PRESENT)
     (refused,) = map(str, missing_packages(build(f"trainer.logger=[file,{tracker}]")))
     assert refused.startswith(
-        f"trainer.logger={tracker}: another, or the package {tracker}, which is not installed, or"
+        f"trainer.logger={tracker}: another value, or the package {tracker}, which is not installed, or"
     )
     assert not list(missing_packages(build("trainer.logger=[file]")))
 

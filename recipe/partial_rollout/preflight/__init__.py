@@ -1,9 +1,11 @@
 """The checks of a run before Ray starts: one list in one order.
 
-A run ends at the first mistake. ``--check`` prints each mistake as a finding and goes on. Both make the same checks, so
-a run that ``--check`` has passed is refused only for two reasons: ``trainer.v1.trainer_mode`` is a mode of verl's own,
-or Ray, once started, has too few devices or CPUs. The checks start nothing and write nothing but caches of ``datasets``
-and of the hub. After them ``main_ppo.begin`` makes and locks the run's directory.
+A run ends at the first mistake. ``--check`` prints each mistake as a finding and goes on. Both make the same checks,
+except that ``--check`` passes verl's own modes of ``trainer.v1.trainer_mode``, which a run refuses. What comes after the
+checks can still refuse a run: a lock on its directory, or a Ray with too few devices or CPUs.
+
+The checks start nothing, and write nothing but caches, such as those of ``datasets`` and of the hub. After them
+``main_ppo.begin`` makes and locks the run's directory.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def budget(key: str, engine: str) -> Rule:
 
 
 def divided(engine: str) -> tuple[Rule, ...]:
-    """Require that ``engine`` (actor or critic) can divide batch and mini-batch among its devices without a rest."""
+    """Require that ``engine`` (actor or critic) can divide batch and mini-batch evenly among its devices."""
     mini = f"{engine}.ppo_mini_batch_size"
     return (
         Rule(mini, lambda v, c: v >= 1 and at(c, BATCH) % v == 0, lambda c: f"a divisor of {BATCH}={at(c, BATCH)}"),

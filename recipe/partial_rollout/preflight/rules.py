@@ -52,7 +52,7 @@ _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
 _NEWER_ROUTES = (
-    "for the first tokens of a resumed sample the engine reports the routes of newer weights than sampled them"
+    "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
 _PR = "partial_rollout.enable=True"
 _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
