@@ -107,7 +107,7 @@ def check_model(path: str, key: str = MODEL) -> None:
 
 
 def weight_bytes(config: DictConfig) -> int:
-    """Bytes of a weight in the trainer."""
+    """Return the bytes of one weight in the trainer: 4 or 2."""
     dtype = at(config, "actor.fsdp_config.model_dtype")
     # verl trains null in float32.
     return 4 if dtype is None or dtype in FLOAT_LIST else 2
