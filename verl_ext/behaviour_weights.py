@@ -18,10 +18,11 @@ _TINY = 1e-12
 def know_geometric(module: Any) -> None:
     """Add the level ``rollout_correction.rollout_is=geometric``.
 
-    verl weighs a token by its own ratio or by the product of its sequence's ratios. The product's noise grows with length:
-    .03 nats a token make 3.8 nats at 16,000 tokens, and a cap of 2 leaves an effective sample of 6%. The geometric mean is
-    the product's root by the number of generated tokens, one weight for the sequence whose size does not depend on its
-    length. Capping, masking, batch normalisation and ``rollout_corr/`` metrics are verl's of the sequence level.
+    verl has two levels: a token's weight is its own ratio (``token``), or the product of all ratios of its sequence
+    (``sequence``). The noise of the product grows with the length: 0.03 nats a token become 3.8 nats at 16,000 tokens,
+    where a cap of 2 leaves an effective sample size of 6%. The geometric mean of the ratios is one weight for the
+    sequence too, but its size does not depend on the length. Capping, masking, batch normalisation and the
+    ``rollout_corr/`` metrics are those of verl's ``sequence``.
     """
 
     @around(module, "compute_rollout_correction_weights")
@@ -36,7 +37,7 @@ def know_geometric(module: Any) -> None:
 
 
 def weights_alone() -> AbstractContextManager[None]:
-    """verl's weights without its twenty statistics of them, which fail where no token is generated, as in a micro-batch."""
+    """In this context verl makes no metrics of its weights, which would fail on a micro-batch without response tokens."""
     from verl.trainer.ppo import rollout_corr_helper
 
     return replaced(rollout_corr_helper, "compute_is_metrics", lambda *_, **__: {})
@@ -45,8 +46,9 @@ def weights_alone() -> AbstractContextManager[None]:
 def survive_masks(module: Any) -> None:
     """Let the effective sample size of a batch without weights be 0.
 
-    With ``rollout_is_threshold=lower_upper`` all weights of a batch may be 0, most easily at the sequence level. The batch
-    has no gradient then, which is right, but ``1 / mean(weight^2)`` ends the training with a ``ZeroDivisionError``.
+    With ``rollout_is_threshold=lower_upper`` all weights of a batch may be 0, most easily at the sequence level. The
+    batch has no gradient then, which is right, but ``1 / mean(weight^2)`` ends the training with a
+    ``ZeroDivisionError``.
     """
 
     @around(module, "compute_is_metrics")

@@ -1,16 +1,17 @@
-"""Patch: log-probs and entropy without flash-attn are exact to float32, and cost operators a chunk, not a token.
+"""Patch: without flash-attn, log-probs and entropy are exact to float32, and are computed by chunks of many tokens.
 
-Where flash-attn's cross-entropy is missing or switched off, verl's log-probs take one token after another, several
-operators each, and its entropy makes copies larger than the logits, in chunks or not, because autograd keeps every chunk.
-Both are in the precision of the logits (bfloat16: off by up to .05 nats) unless autocast lifts them, as on CUDA. Here they
-are in float32 with sums in float64, within 1e-6 of a float64 reference. The backward pass computes a chunk again.
+If flash-attn's cross-entropy is missing or switched off, verl computes log-probs one token after another, with several
+operators for each. Its entropy makes copies larger than the logits, even in chunks, because autograd keeps every chunk.
+Both have the precision of the logits (bfloat16: off by up to 0.05 nats) unless autocast raises it, as on CUDA. Here
+both are in float32 with sums in float64, within 1e-6 of a float64 reference. The backward pass computes each chunk
+again.
 
 Peak memory beside the logits, for R token rows and a vocabulary of V, on an accelerator:
 
 ======== =================================================================================================================
-forward  a chunk: ``BYTES`` x ``DEVICE_CHUNK`` = 1 GiB, whatever R and V
-backward the same, and a gradient of the logits' type (bfloat16: 2 x R x V bytes) for the log-probs, and one more for the
-         entropy where it is in the loss, as any implementation needs
+forward  one chunk: ``BYTES`` x ``DEVICE_CHUNK`` = 1 GiB, for any R and V
+backward one chunk, and a gradient in the logits' type (bfloat16: 2 x R x V bytes) for the log-probs, and a second one
+         for the entropy if it is in the loss; any implementation needs these gradients
 ======== =================================================================================================================
 
 The caller's own copies come on top: verl's FSDP engine copies unpacked logits into packed rows (2 x R x V bytes in
@@ -27,11 +28,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 BYTES = 16
-"""most that is allocated for one element of a chunk"""
+"""most bytes allocated for each element (one logit) of a chunk"""
 DEVICE_CHUNK = 1 << 26
 """elements of a chunk on an accelerator: 441 rows of a vocabulary of 151,936, 2,048 of 32,768"""
 CPU_CHUNK = 1 << 18
-"""elements of a chunk on a CPU, where what is faster than verl's loop is what stays in the cache"""
+"""elements of a chunk on a CPU: few enough to stay in the cache, without which it is no faster than verl's loop"""
 
 
 def _chunks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -105,15 +106,15 @@ class _Entropy(torch.autograd.Function):
 
 
 def _apply(function: Any, logits: torch.Tensor, *columns: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """``function`` [...] of ``logits`` [..., V] and ``columns`` [...], in chunks of at most ``most`` rows."""
+    """Apply ``function`` to ``logits`` [..., V] and ``columns`` [...], at most ``most`` rows a chunk; return [...]."""
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
     rows = max(1, (CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
     parts = (logits.reshape(-1, vocabulary), *(column.reshape(-1, 1) for column in columns))
     return function.apply(*parts, rows if most is None else min(rows, most)).view(shape)
 
 
-# verl compiles the two functions below, and ``torch.compile`` looks through a decorator of theirs: each number of chunks
-# would be a graph of its own, a minute of an H200's update. So what they call is disabled.
+# verl compiles the two functions below. Each number of chunks would then be a graph of its own, which costs a minute of an
+# H200's update. ``torch.compile`` ignores ``disable`` as their decorator, so the function that they call is disabled.
 _in_chunks: Any = torch.compiler.disable(_apply)
 
 
@@ -123,12 +124,15 @@ def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
-    """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions. ``chunk_size``: rows at most."""
+    """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions.
+
+    ``chunk_size``: most rows of a chunk.
+    """
     return _in_chunks(_Entropy, logits, most=chunk_size)
 
 
 def patch(module: Any) -> None:
-    """Take verl's places. With flash-attn its entropies, which go with its kernel, stay."""
+    """Replace verl's functions in ``module`` by those above. With flash-attn, verl keeps its own entropies."""
     module.logprobs_from_logits_v2 = log_probs_of_labels
     if not module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
         module.entropy_from_logits = module.entropy_from_logits_with_chunking = entropy_of_logits

@@ -1,9 +1,9 @@
 """Console script ``partial-rollout``: trains, or runs a tool, with the recipe of this distribution and no other.
 
-verl's collection of recipes has a module at the same path. Python takes the first on ``sys.path``, and a Ray worker puts
-the driver's working directory first, before ``PYTHONPATH``. Inside a verl checkout with its recipes, a driver can therefore
-run one recipe and its workers the other; ``foreign_recipe`` says so before anything starts. This file lies outside
-``recipe``, where no package of another distribution can hide it.
+verl's collection of recipes has a module at the same path. Python takes the first on ``sys.path``, and a Ray worker
+puts the driver's working directory first, before ``PYTHONPATH``. Inside a verl checkout with its recipes, a driver can
+therefore run one recipe and its workers the other; ``foreign_recipe`` says so before anything starts. This file lies
+outside ``recipe``, where no package of another distribution can hide it.
 
     partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
     partial-rollout tools report outputs/quickstart/noPR outputs/quickstart/PR
@@ -36,8 +36,8 @@ examples:
   partial-rollout tools report outputs/own_job/nopr outputs/own_job/pr
   partial-rollout tools keys"""
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""of NVIDIA's, AMD's and WSL's drivers"""
-_NO_VARIABLE = "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
+"""device files of the drivers of NVIDIA, AMD and WSL"""
+_NO_VARIABLE = "trainer.device=cpu: needs VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def foreign_recipe() -> str | None:
             name = NAME if place.name != "recipe" else "recipe"
             return (
                 f"{who} would import {name} from {place}, not from {OURS}: "
-                "start from another directory, or take that one off PYTHONPATH"
+                "start from another directory, or remove the former from PYTHONPATH"
             )
     return None
 
@@ -86,17 +86,17 @@ def no_device(device: str, cluster: str | None) -> str | None:
 
     Args:
         device: ``trainer.device``.
-        cluster: Ray's address, of machines whose devices nobody here sees.
+        cluster: Ray's address, if the run joins a cluster, whose devices cannot be seen from here.
     """
     if device == "cpu":
         return None if cpu_requested() else _NO_VARIABLE
     if cpu_requested():
-        return f"trainer.device={device}: cpu where the environment has VERL_PLATFORM=cpu; add platform=cpu"
+        return f"trainer.device={device}: must be cpu, because the environment has VERL_PLATFORM=cpu; add platform=cpu"
     there = shutil.which("nvidia-smi") or any(map(os.path.exists, _DEVICES))
     if device == "cuda" and not (there or cluster or os.environ.get("RAY_ADDRESS")):
         return (
-            "trainer.device=cuda: a GPU on this machine, or RAY_ADDRESS of a cluster that has them; without one: "
-            "source run_scripts/env_cpu.sh, and platform=cpu"
+            "trainer.device=cuda: needs a GPU on this machine, or RAY_ADDRESS of a cluster with GPUs; to train on the CPU: "
+            "source run_scripts/env_cpu.sh, and add platform=cpu"
         )
     return None
 
@@ -104,7 +104,7 @@ def no_device(device: str, cluster: str | None) -> str | None:
 def imported_here(first: Sequence[str] = ()) -> Path | None:
     """Return the folder that this process would import as ``recipe.partial_rollout``; nothing is imported.
 
-    It is that of ``recipe`` where another package of that name hides ours, and None where there is neither.
+    If another package ``recipe`` hides ours, return the folder of that package. Return None if neither is found.
 
     Args:
         first: folders that are searched before ``sys.path``.

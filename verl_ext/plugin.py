@@ -1,9 +1,10 @@
 """Entry point ``verl.plugins``: verl loads this module at ``import verl`` in every process. It lists the patches.
 
-The recipe's processes get ``IN_RECIPE``. Any other process, such as plain verl's in the same environment, gets ``ALWAYS``
-alone, by which verl's own command finds the recipe. The platform ``cpu`` and its patches are there where the user asked for
-them with ``VERL_PLATFORM=cpu``. verl logs a plugin that fails to load at DEBUG and goes on, so this one judges verl's
-release alone. Before verl is imported, the recipe's start-up judges vLLM's (``config.releases``).
+The recipe's processes get ``IN_RECIPE``. Any other process, such as plain verl's in the same environment, gets
+``ALWAYS`` alone, by which verl's own command finds the recipe. The platform ``cpu`` and its patches are added if the
+user has set ``VERL_PLATFORM=cpu``. This module fails to load with another release of verl, which verl only logs at
+DEBUG. The recipe therefore checks the releases of verl, vLLM and torch itself, before it imports verl
+(``config.releases``).
 """
 
 from verl_ext import (

@@ -1,14 +1,14 @@
-"""Patch: verl's reward workers answer alike, and come back if they are ended.
+"""Patch: all answers of verl's reward workers have the same fields, and a worker that dies is restarted.
 
 - ``compute_score_disrm``, which asks a classifier in a pool of its own, leaves out ``reward_extra_info``, which verl's
   agent-loop workers read from every answer. Here the answer has it, empty.
 - Ray restarts a worker that dies, ``partial_rollout.failures.worker_restarts`` times. One whose function never returns
   can be ended (``ray.kill(..., no_restart=False)``).
-- Synchronous reward functions run in threads of Python's default pool, of four more than there are cores. A judge's call
-  would wait for a thread there while its deadline runs. Here the pool is as wide as the calls, whose number the agent-loop
-  workers limit (``partial_rollout.reward_concurrency``).
+- Synchronous reward functions run in threads of Python's default pool, which has four more threads than there are
+  cores. A call of a judge would wait for a thread there while its deadline runs. Here every call gets a thread. The
+  agent-loop workers limit the number of calls (``partial_rollout.reward_concurrency``).
 
-It may go when verl's answers are alike, its workers restart, and its pool is as wide.
+It may go when verl's answers have the same fields, its workers restart, and every call gets a thread.
 """
 
 import pickle
@@ -26,9 +26,9 @@ _THREADS = 2**20
 
 
 class _Compressed:
-    """The config as an argument of an actor; the actor receives the config itself.
+    """The config as an argument of an actor. It is pickled compressed, and the actor receives the plain config.
 
-    Ray stores small arguments in the actor's spec. It may lose larger ones, and cannot restart the actor then.
+    Ray keeps small arguments in the actor's spec. It may lose larger ones, and then it cannot restart the actor.
     """
 
     def __init__(self, config: Any) -> None:

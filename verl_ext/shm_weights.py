@@ -1,9 +1,9 @@
-"""Checkpoint engine ``shm``: weights travel through a file in shared memory, from any number of trainers to any of engines.
+"""Checkpoint engine ``shm``: trainers send weights to engines, any number of each, by a file in shared memory.
 
-Trainer rank 0 writes ``/dev/shm/verl-weights-JOB/VERSION``; the worker beside each engine maps it. The file is whole when
-it appears, and the trainer is done when it is, so an engine may load it at any later time: verl calls this a
-``CheckpointEngineWithCache``. ``finalize`` removes the folder. A run that is killed during a sync leaves it behind.
-One host only.
+Trainer rank 0 writes ``/dev/shm/verl-weights-JOB/VERSION``; the worker beside each engine maps it. The file appears
+under this name only when it is complete. The trainer does not wait for the engines, which may load the file at any
+later time: verl calls this a ``CheckpointEngineWithCache``. ``finalize`` removes the folder. A run that is killed
+during a sync leaves it behind. Trainers and engines must be on one host.
 
 verl finds it by two keys, in its own trainers too::
 
@@ -62,7 +62,7 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Nothing to connect.
+        """Return no arguments for either side: there is nothing to connect.
 
         Raises:
             ValueError: trainers and engines are on several nodes.
@@ -71,15 +71,15 @@ class ShmCheckpointEngine(CheckpointEngineWithCache):
         if len(nodes) > 1:
             raise ValueError(
                 f"checkpoint_engine.backend=shm: trainers and engines are on {len(nodes)} nodes, and must be on one: "
-                "nccl crosses nodes"
+                "use nccl across nodes"
             )
         return {}, {}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """There is none."""
+        """Do nothing: there is no process group."""
 
     def finalize(self) -> None:
-        """Remove what was sent; all engines have loaded it. Who has mapped a file keeps its memory until it lets go."""
+        """Remove the files, after all engines have loaded them. A process that has mapped one keeps its memory."""
         if self.is_master:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -128,8 +128,8 @@ def write_file(path: Path, tensors: Iterable[Named]) -> None:
     """Write ``tensors``, of any device, shape and dtype, and replace ``path`` by the result.
 
     Layout: the bytes of each tensor, at a multiple of 64; an index, as JSON; the length
-    of the index in 8 bytes. (safetensors puts its index first, so it needs all tensors at once. Here the trainer gathers
-    one after the other and never holds the whole model.)
+    of the index in 8 bytes. (safetensors puts its index first, so it needs all tensors at once. Here the trainer
+    gathers one after the other and never holds the whole model.)
 
     Raises:
         OSError: there is no room. Then nothing is left of the new file, and ``path`` is as it was.

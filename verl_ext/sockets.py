@@ -18,9 +18,9 @@ from verl_ext.guard import around
 def job_key() -> str:
     """Names this job among all that this machine runs: Ray's job id and a digest of its session.
 
-    verl takes the job id, which tells jobs of one cluster apart. The first job of every cluster has the same one, so that
-    two trainings that start Ray themselves meet in one file, and an engine can load the other one's weights without a
-    word. A socket's path may have 107 characters, so the session's own name is too long for it.
+    verl takes the job id, which tells jobs of one cluster apart. The first job of every cluster has the same one, so
+    that two trainings that start Ray themselves meet in one file, and an engine can load the other one's weights
+    without a word. A socket's path may have 107 characters, so the session's own name is too long for it.
     """
     context = ray.get_runtime_context()
     session = hashlib.sha256(context.get_session_name().encode()).hexdigest()[:12]
@@ -28,7 +28,7 @@ def job_key() -> str:
 
 
 def name_sender(module: Any) -> None:
-    """The trainer's end has a socket of this job."""
+    """Name the trainer's end of the weight sync's socket by this job."""
 
     @around(module.ServerAdapter, "__init__")
     def __init__(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ def name_sender(module: Any) -> None:
 
 
 def name_receiver(module: Any) -> None:
-    """The engine's end looks for the same."""
+    """Let the engine's end look for the socket that ``name_sender`` has named."""
 
     @around(module.vLLMHttpServer, "__init__")
     def __init__(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,10 +48,10 @@ def name_receiver(module: Any) -> None:
 
 
 def choose_port(module: Any) -> None:
-    """The trainers of a group meet at a port below those that Linux assigns (32,768 and up).
+    """Let the trainers of a group meet at a port below those that Linux assigns (32,768 and up).
 
-    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections may
-    have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE.
+    verl finds a free port and listens on it seconds later, in another process. By then one of Ray's many connections
+    may have taken a port that the kernel assigns, and the training fails to start with EADDRINUSE.
     """
 
     @around(module.RayWorkerGroup, "__init__")

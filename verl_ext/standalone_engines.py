@@ -2,7 +2,7 @@
 
 verl's ``RayPPOTrainer.init_workers`` hands its trainers to ``LLMServerManager``, which then puts the engines on their
 devices. Without trainers the same manager makes standalone replicas, on ``rollout.nnodes * rollout.n_gpus_per_node``
-devices. The trainer has no option for it, so the name that it calls is replaced. It may go when there is one.
+devices. The trainer has no option for this, so the class that it calls is replaced. It may go when there is an option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_ext.guard import replaced
 
 
 class StandaloneServerManager(LLMServerManager):
-    """``LLMServerManager`` that leaves the trainers' devices to them."""
+    """``LLMServerManager`` that ignores the trainers it is given, and so makes standalone replicas."""
 
     def __init__(
         self, config: Any, worker_group: Any = None, rollout_resource_pool: Any = None, *args: Any, **kwargs: Any

@@ -1,9 +1,10 @@
 """Patch: swanlab's local board groups charts into sections, shows a resumed run as one run, and survives a nan.
 
-The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID`` names.
-The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first appearance,
-and makes a resumed run a second one beside the first. Here it does as the cloud does. Of a metric that is nan or inf once
-its page gets an error 500 for ever: such values are left out; the step's line names them. It may go with the local board.
+The cloud makes a section of what stands before a key's first slash, and continues the run that ``SWANLAB_RUN_ID``
+names. The local board (``SWANLAB_MODE=local``) puts every chart into one section, in the order of their names' first
+appearance, and makes a resumed run a second one beside the first. Here it does as the cloud does. Once a metric has
+been nan or inf, its page on the local board answers with error 500 for ever. Here such values are left out; the printed
+line of the step names them. The patch may go with the local board.
 """
 
 from __future__ import annotations

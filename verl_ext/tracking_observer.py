@@ -1,10 +1,10 @@
 """Patch: let a recipe see, and add to, what verl's ``fit`` logs of each step, and finish what it logs to.
 
 verl's ``fit`` makes its ``Tracking`` itself and offers no hook for metrics of a custom rollout. Within
-``observed_tracking`` that class shows every log to an observer first. verl's file logger empties the file that it opens, so
-a resumed run would lose its history; there it appends. verl leaves the end of a run to a destructor, which calls every run
-finished and may come in any thread; here the run ends with the context, as failed if the training failed. It may go when
-``fit`` takes its ``Tracking`` or an observer, finishes it, and the file logger appends.
+``observed_tracking`` that class shows every log to an observer first. verl's file logger empties the file that it
+opens, so a resumed run would lose its history; there it appends. verl leaves the end of a run to a destructor, which
+calls every run finished and may come in any thread; here the run ends with the context, as failed if the training
+failed. It may go when ``fit`` takes its ``Tracking`` or an observer, finishes it, and the file logger appends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _SWANLAB = "swanlab"
 
 @contextmanager
 def observed_tracking(observer: Observer, after: After | None = None, file: Path | None = None) -> Iterator[None]:
-    """While entered, ``observer(data, step)`` answers what each ``Tracking.log`` records.
+    """While entered, each ``Tracking.log(data, step)`` records the metrics that ``observer(data, step)`` returns.
 
-    ``after(data, step)`` is called with the same once it is recorded; what it raises ends ``fit`` there. The file logger
-    appends to ``file``; None: to what verl's variable names. At the end every ``Tracking`` is finished.
+    ``after(data, step)`` is called with the recorded metrics; an error that it raises ends ``fit`` there. verl's file
+    logger appends to ``file``, or to the file that ``VERL_FILE_LOGGER_PATH`` names. At the end every ``Tracking`` is
+    finished.
     """
     require("verl", VERL, "tracking_observer")
     verls, made, logged = tracking.Tracking, tracking.Tracking.__init__, tracking.Tracking.log
@@ -65,9 +66,10 @@ def observed_tracking(observer: Observer, after: After | None = None, file: Path
 
 
 def finish(tracker: Any, error: BaseException | None = None) -> None:
-    """Finish the run in every backend of verl's ``tracker``: as failed by ``error``, or stopped if that has an exit code.
+    """Finish the run in the backends of verl's ``tracker``.
 
-    A backend that cannot be finished is named: the training is over, whatever it says.
+    With an ``error`` the run counts as failed, or as stopped if the error has an exit code.
+    An error of a backend is printed, not raised, because the training is over.
     """
     backends, stopped = getattr(tracker, "logger", {}), getattr(error, "exit_code", None)
     try:

@@ -1,11 +1,11 @@
-"""Patch: the statistics of a batch are those of the samples that train.
+"""Patch: the statistics of a batch count only the rows that train.
 
 A row whose ``response_mask`` is all 0 trains nothing: its sample failed, or ``rollout_rs`` rejected it. verl lets its
-reward count all the same, in the baseline of its group, in whitening, in the KL controller and in the logged means. Here
-verl's functions get the other rows alone, and such a row has advantage 0.
+reward count all the same, in the baseline of its group, in whitening, in the KL controller and in the logged means.
+Here verl's functions get the other rows alone, and such a row has advantage 0.
 
-Of a group that has lost all rows but one, that row has no baseline: verl would take its reward for its advantage. It has
-advantage 0 too, where the estimator compares the samples of a group. It may go when verl leaves such rows out.
+If all rows of a group but one train nothing, the one has no baseline, and verl would take its reward for its advantage.
+Here it has advantage 0 too, if the estimator compares the samples of a group. It may go when verl leaves such rows out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def trained_rows(data: DataProto) -> torch.Tensor:
 
 
 def _with_baseline(rows: torch.Tensor, index: Any) -> torch.Tensor:
-    """bool [B]: ``rows`` without the lone survivors of a group; ``index`` [B] names the groups."""
+    """bool [B]: ``rows`` without a row that is the only one left of a larger group; ``index`` [B] names the groups."""
     _, group, sizes = np.unique(np.asarray(index).astype(str), return_inverse=True, return_counts=True)
     left = np.bincount(group, weights=rows.numpy(), minlength=len(sizes))
     return rows & torch.from_numpy((left > 1) | (left == sizes))[group]
 
 
 def _of_rows(value: Any, rows: torch.Tensor) -> Any:
-    """``value`` of an estimator's argument, for ``rows`` alone."""
+    """Return an estimator's argument ``value`` for ``rows`` only; unchanged if it has not one entry for each row."""
     if isinstance(value, dict):
         return {key: _of_rows(each, rows) for key, each in value.items()}
     if isinstance(value, np.ndarray):
@@ -55,7 +55,10 @@ def _spread(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _estimate(verls: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The advantage estimator ``verls`` on the rows that train; it compares groups if it names ``index``."""
+    """Call verl's estimator ``verls`` on the rows that train.
+
+    One with an argument ``index`` compares the samples of a group.
+    """
     names = list(inspect.signature(verls).parameters)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     rows = arguments["response_mask"].bool().any(dim=-1)
@@ -72,7 +75,7 @@ def _estimate(verls: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torc
 
 
 def patch_estimators(module: Any) -> None:
-    """verl's estimators of the advantage see the rows that train, whoever calls them."""
+    """Give verl's estimators of the advantage only the rows that train, whoever calls them."""
 
     @around(module, "get_adv_estimator_fn")
     def get_adv_estimator_fn(verls: Any, name_or_enum: Any) -> Any:
@@ -84,7 +87,10 @@ def patch_estimators(module: Any) -> None:
 
 
 def patch_trainer(module: Any) -> None:
-    """So do the other functions by which verl's trainer takes statistics of a batch."""
+    """Give the KL penalty and the logged metrics of verl's trainer only the rows that train.
+
+    Metrics of speculative decoding leave out rows without counts.
+    """
 
     @around(module, "apply_kl_penalty")
     def apply_kl_penalty(verls: Any, data: DataProto, *args: Any, **kwargs: Any) -> tuple[DataProto, dict[str, Any]]:
@@ -110,7 +116,10 @@ def patch_trainer(module: Any) -> None:
 
 
 def patch_means(module: Any) -> None:
-    """So do the means that a trainer's module logs; v1's has the other functions of ``RayPPOTrainer``'s."""
+    """Give the means that ``module``'s trainer logs only the rows that train.
+
+    For v1's module this is all, because v1 takes the other functions from the module of ``RayPPOTrainer``.
+    """
 
     def of_trained(verls: Any, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Any]:
         rows = trained_rows(batch)

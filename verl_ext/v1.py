@@ -1,11 +1,12 @@
-"""Patches for verl's v1 trainers: a name in their registry, a deadline of TransferQueue.
+"""Patches for verl's v1 trainers: verl's own command can train the recipe, and TransferQueue has a deadline.
 
-``get_trainer_cls`` knows the classes whose modules somebody has imported, and verl's command imports none of a recipe's.
-So it imports the recipe's here when it is asked for it, and hydra learns the recipe's keys before that command
-composes its config. They may go when verl's command imports what a config names. Where another package hides the recipe,
-they do nothing: they are there for whatever imports verl.
+``get_trainer_cls`` knows only classes whose modules have been imported, and verl's command imports no module of a
+recipe. Here it imports the recipe's module when the recipe's trainer is asked for. Hydra learns the recipe's keys
+before verl's command composes its config. These patches may go when verl's command imports the modules that a config
+names. They are made in every process that imports verl, and do nothing if another package hides the recipe.
 
-TransferQueue's clients wait for its controller without end, whoever has died. It may go when they have a deadline.
+TransferQueue's clients wait for its controller without end, even after its death. Here they have a deadline. That patch
+may go when they have one of their own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _MODE = "partial_rollout"
 _REGISTERS = "recipe.partial_rollout.verl_command"
 """module that registers the recipe's trainer"""
 CONTROLLER_S = 200
-"""seconds for an answer of TransferQueue's controller; what it gives its own storage"""
+"""seconds for an answer of TransferQueue's controller, as many as TransferQueue gives its own storage"""
 
 
 def know_recipe(module: Any) -> None:
-    """``module``, verl's ``trainer_base``, finds the recipe's trainer by its name."""
+    """Let ``module``, verl's ``trainer_base``, find the recipe's trainer by its name."""
 
     @around(module, "get_trainer_cls")
     def get_trainer_cls(verls: Any, name: str) -> Any:
@@ -39,7 +40,10 @@ def know_recipe(module: Any) -> None:
 
 
 def know_keys(module: Any) -> None:
-    """Hydra finds the recipe's keys; ``module`` is one that verl's command imports first."""
+    """Register the recipe's keys with hydra.
+
+    ``module`` is not used: verl's command imports it before it composes a config.
+    """
     if imported_here() == OURS:
         importlib.import_module("recipe.partial_rollout.config.settings").register_keys()
 
@@ -56,9 +60,10 @@ def mark_workers(module: Any) -> None:
 
 
 def keep_to_recipe(module: Any) -> None:
-    """verl's commands refuse a config of the recipe that another trainer would train, without a word of its keys.
+    """Let verl's commands refuse a config of the recipe that another trainer would train, ignoring the recipe's keys.
 
-    All call ``auto_set_device`` of ``module`` (``verl.utils.device``) first, and the recipe's commands do not.
+    If the recipe's own v1 trainer is to train it, mark this process as the recipe's. All of verl's commands call
+    ``auto_set_device`` of ``module`` (``verl.utils.device``) first; the recipe's commands do not.
     """
 
     @around(module, "auto_set_device")
@@ -70,14 +75,14 @@ def keep_to_recipe(module: Any) -> None:
                 enter_recipe()
             elif section.get("enable"):
                 raise ValueError(
-                    f"trainer.use_v1={use_v1} trainer.v1.trainer_mode={mode}: True and {_MODE} by verl's own command, with "
-                    "partial_rollout.enable=True; partial-rollout train takes use_v1=False too"
+                    f"trainer.use_v1={use_v1} trainer.v1.trainer_mode={mode}: must be True and {_MODE} by verl's own "
+                    "command, if partial_rollout.enable=True; partial-rollout train takes use_v1=False too"
                 )
         verls(config)
 
 
 def bound_controller(module: Any) -> None:
-    """Clients of ``module``, ``transfer_queue.client``, give up on a controller that does not answer.
+    """Let clients of ``module``, ``transfer_queue.client``, give up on the controller after ``CONTROLLER_S`` seconds.
 
     Raises:
         UnsupportedVersionError: another release is installed; verl takes any from 0.1.10 on.
@@ -99,8 +104,8 @@ def bound_controller(module: Any) -> None:
                 if not isinstance(error, zmq.Again) and not isinstance(error.__cause__, zmq.Again):
                     raise
                 raise TimeoutError(
-                    f"TransferQueue's controller gave no answer within {CONTROLLER_S} s: it has died, or its node; "
-                    f"the run goes on from its last checkpoint"
+                    f"TransferQueue's controller gave no answer within {CONTROLLER_S} s: it or its node has died; "
+                    f"start the run again to resume from its last checkpoint"
                 ) from error
 
     module.ZMQSocketPool = BoundPool

@@ -1,16 +1,18 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every one of its processes before a model loads.
 
-A weight sync that fails says why (``name_causes``).
+Its patches in the recipe's processes:
 
-Its patches of the scheduler: it counts the requests that it preempts for want of KV blocks. With 0.24.0 it also reports
-requests to its workers that an emptied cache preempts. vLLM counts with its statistics only. They cost every step, verl
-switches them off (``rollout.disable_log_stats=True``), and a stat-logger plugin would switch them on in every engine. They
-also count the requests that vLLM preempts to empty its cache while the scheduler is paused: a hold, not a want of blocks.
-The count may go when vLLM's tells the two apart; the report, with 0.24.0.
+- ``name_causes``: a weight sync that fails says why.
+- ``count_preempted``, ``answer_in_core``: the scheduler counts the requests that it preempts for want of KV blocks.
+  vLLM counts only with its statistics. These cost time in every step, and verl switches them off
+  (``rollout.disable_log_stats=True``); a stat-logger plugin would switch them on in every engine. They also include
+  requests that vLLM preempts to empty its cache during a pause, which is no want of blocks. It may go when vLLM tells
+  the two apart.
+- ``report_preempted``: the scheduler of 0.24.0 reports to its workers the requests that an emptied cache preempts. It
+  may go with 0.24.0.
+- ``take_wait``: verl 0.9.1 can abort requests of vLLM 0.32. It may go when verl passes ``mode``.
 
-Its patch of the front end lets verl 0.9.1 abort requests of vLLM 0.32. It may go when verl passes ``mode``.
-
-Each patch looks for the name or the argument that it is about, and changes nothing where vLLM does not need it.
+Each patch looks for the name or the argument that it changes, and does nothing if vLLM does not need it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from verl_ext.guard import around, cpu_requested, in_recipe, when_imported
 _SCHEDULER, _CORE, _FRONT = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 PIECEWISE = "verl_ext.piecewise_scheduler.piecewise_scheduler"
-"""what ``scheduler_cls`` is to be"""
+"""value of vLLM's option ``scheduler_cls`` for tokens in pieces"""
 _UTILITY = "partial_rollout_preemptions"
 _WAIT = "wait_for_inflight_requests"
 
 
 def count_preempted(module: Any) -> None:
-    """The scheduler counts in ``preempted``; this costs nothing while nothing is preempted."""
+    """Let the scheduler count in ``preempted`` the requests that it preempts while it is not paused."""
     if not hasattr(module.Scheduler, "_preempt_request"):
         return
     from vllm.v1.core.sched.interface import PauseState
@@ -44,17 +46,17 @@ def count_preempted(module: Any) -> None:
 
 
 def answer_in_core(module: Any) -> None:
-    """The engine core answers ``preemptions_of``."""
+    """Let the engine core answer ``preemptions_of``."""
     setattr(module.EngineCore, _UTILITY, lambda core: getattr(core.scheduler, "preempted", None))
 
 
 def report_preempted(module: Any) -> None:
-    """The scheduler tells its workers of the requests that an emptied KV cache preempts, as releases after 0.24.0 do.
+    """Let the scheduler tell its workers which requests an emptied KV cache preempts, as releases after 0.24.0 do.
 
-    A hold with ``resume_kv=recompute`` empties the cache, and so preempts every running request. 0.24.0 reports only those
-    that it preempts while it plans a step. So model runner V2, which has as many places as seats, keeps the places of the
-    others. A request of better priority that arrives during the hold then finds no place, and the engine dies ("No free
-    indices").
+    A hold with ``resume_kv=recompute`` empties the cache, and so preempts every running request. 0.24.0 reports only
+    those that it preempts while it plans a step. Model runner V2 has as many places as seats, and keeps the places of
+    the requests that are not reported. A request of better priority that arrives during the hold then finds no place,
+    and the engine dies ("No free indices").
     """
     # The set in which later releases keep them.
     if "reset_preempted_req_ids" in inspect.getsource(module.Scheduler):
@@ -76,11 +78,11 @@ def report_preempted(module: Any) -> None:
 
 
 def name_causes(module: Any) -> None:
-    """A weight sync that fails in a worker names all its errors, the first one first.
+    """Let a weight sync that fails in a worker name all its errors, the first one first.
 
-    vLLM passes the words of the last error on, without its type. On a CPU that error is verl's receiver's: as it gives up
-    for another error, it closes memory that is still in use ("cannot close exported pointers exist"). It may go when the
-    receiver closes nothing that is in use.
+    vLLM passes the words of the last error on, without its type. On a CPU that error is verl's receiver's: as it gives
+    up for another error, it closes memory that is still in use ("cannot close exported pointers exist"). It may go when
+    the receiver closes nothing that is in use.
     """
 
     @around(module.vLLMColocateWorkerExtension, "update_weights_from_ipc")
@@ -92,14 +94,14 @@ def name_causes(module: Any) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[str]:
-    """Yield type and words of ``error``, then of what it followed."""
+    """Yield type and message of ``error``, then of the error that led to it, and so on."""
     while error is not None:
         yield f"{type(error).__name__}: {error}"
         error = error.__cause__ or error.__context__
 
 
 def take_wait(module: Any) -> None:
-    """``AsyncLLM.pause_generation`` takes the argument by which verl asks for an abort, which 0.32 dropped for ``mode``."""
+    """Let ``AsyncLLM.pause_generation`` take verl's ``wait_for_inflight_requests``, which 0.32 has replaced by ``mode``."""
     if _WAIT in inspect.signature(module.AsyncLLM.pause_generation).parameters:
         return
 
@@ -129,9 +131,9 @@ def register() -> None:
 
 
 async def preemptions_of(engine: Any) -> int | None:
-    """Requests that the core of ``engine`` (vLLM's ``AsyncLLM``) has preempted since its start; of several, the first's.
+    """Return how many requests the core of ``engine``, an ``AsyncLLM``, has preempted for want of KV blocks so far.
 
-    None: it does not count them.
+    If there are several cores, it is the count of the first. None: the core does not count them.
     """
     from vllm.v1.engine.core import EngineCore
 

@@ -1,8 +1,8 @@
 """Patch: a prompt that does not fit ``rollout.prompt_length`` is an error of its agent loop.
 
-verl cuts such a prompt on its left, in a worker's log only, and trains what is left: a conversation without its system
-prompt. Rows are measured before Ray starts, but a loop or a tool's schema may add to them. The error fails the sample by
-name, whichever loop renders the prompt. It may go when verl refuses such a prompt.
+verl cuts such a prompt on its left and trains on the rest, a conversation without its system prompt; only a worker's
+log says so. The prompts of rows are measured before Ray starts, but an agent loop or a tool's schema may add to them.
+The error fails the sample and names it, whichever loop renders the prompt. It may go when verl refuses such a prompt.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """Entry point: ``python -m recipe.partial_rollout.main_ppo --config-name NAME [hydra overrides]``.
 
-With ``--check`` it trains nothing: it checks everything that needs no GPU, prints the plan, and exits with 0, with 3 if
-data or model are missing, or with 2 if the settings do not hold.
+With ``--check`` it trains nothing. It checks everything that needs no GPU and prints the plan of the run. It exits with
+2 if a setting does not hold, with 3 if only data, model, packages or the machine lack something, and with 0 otherwise.
 
-The trainer runs in this process (workers, engines and the manager are Ray actors), so its errors, its progress bar and
-Ctrl-C are the terminal's own.
+The trainer runs in this process, while workers, engines and the manager are Ray actors. So its errors and its progress
+bar appear on the terminal, and Ctrl-C reaches it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 _HERE = "recipe.partial_rollout"
 CHECK = "--check"
 _SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version"}
-"""options with which hydra runs nothing"""
+"""options with which hydra prints something and runs nothing"""
 _CONSOLE = "console"
-"""verl's logger that prints to the terminal: whoever asks for it gets the libraries' output there, too"""
+"""verl's logger that prints to the terminal; if ``trainer.logger`` has it, the output of libraries appears there,
+too"""
 _KV_HEADROOM = 0.05
 """share of a replica's KV blocks that stay free when a sample starts, so that it is not preempted as others grow"""
 
@@ -55,13 +56,13 @@ register_configs()
 
 
 def apply_overrides(config: DictConfig) -> None:
-    """Point verl's class-path options at the recipe's classes for the arm (PR or noPR) that ``config`` selects."""
+    """Set verl's options to the recipe's classes and values: those of PR or of noPR, by ``partial_rollout.enable``."""
     rollout = config.actor_rollout_ref.rollout
     arm = "PartialRollout" if config.partial_rollout.enable else "Observed"
     # hydra closes the config against new keys; verl reads some that its own files do not have.
     OmegaConf.set_struct(config, False)
     rollout.agent.agent_loop_manager_class = f"{_HERE}.training.agent_loop_manager.{arm}AgentLoopManager"
-    # The choice of an engine has taken effect; nobody reads the keys that its file leaves at the root.
+    # Hydra's group engine has set the keys of the training engine; nothing reads what it leaves at the root.
     config.pop("engine", None)
     overlong = OmegaConf.select(config, OVERLONG)
     if overlong and overlong.get("enable") and overlong.get("len") is None:
@@ -82,18 +83,19 @@ def apply_overrides(config: DictConfig) -> None:
 
 
 def check_releases(config: DictConfig) -> None:
-    """Refuse an installed verl, vLLM or torch that does not fit, before vLLM is imported.
+    """Refuse a verl, vLLM or torch that the recipe does not run with, before vLLM is imported.
 
-    verl logs a plugin that fails at DEBUG and goes on. An engine that does not fit would die minutes later.
+    Otherwise ``verl_ext.plugin`` would fail, which verl only logs at DEBUG, and an engine would die minutes later.
     """
     if OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "vllm" and (problem := releases.refusal()):
         raise ConfigError(problem)
 
 
 def check_releases_early(arguments: list[str]) -> None:
-    """Do as ``check_releases`` before hydra composes, for which it imports verl: ten seconds.
+    """Check the releases before hydra composes the config, because composing imports verl, which takes ten seconds.
 
-    An engine that is not vLLM is named by an argument, or stands in a file: then vLLM need not be installed.
+    Nothing is checked here if hydra only prints, or if the engine may be another than vLLM: an argument sets
+    ``rollout.name``, or vLLM is not installed. ``check_releases`` checks again, with the config.
     """
     if not (_SHOWS & {*arguments} or any("rollout.name=" in each for each in arguments) or releases.vllm() == "none"):
         check_releases(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
@@ -120,21 +122,24 @@ def run(config: DictConfig) -> None:
 
 
 def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
-    """Check ``config``, complete it, and make the run's directory, which stays locked while ``held`` is open.
+    """Check and complete ``config``, make the run's directory, and return the runner, whose ``train`` starts Ray.
 
-    What is left to do needs Ray.
+    The directory stays locked while ``held`` is open.
+
+    Raises:
+        ConfigError: in one line.
     """
     check_releases(config)
     from recipe.partial_rollout import preflight
 
     found = preflight.checked(config)
-    # They import verl's engine, which may lack what the checks look for.
+    # Imported after the checks: these modules import verl's engine, which may need a package that the checks look for.
     from recipe.partial_rollout.rollout.run_files import CONFIG, RunFiles
     from recipe.partial_rollout.task_runner import TaskRunner
     from recipe.partial_rollout.training.trackers import LOG_DIR, set_variable
 
     if found.checkpoints is None:
-        words = f"{V1_MODE} with trainer.use_v1=True; verl's own modes are arms of bash run_scripts/recipe.sh"
+        words = f"must be {V1_MODE} with trainer.use_v1=True; run_scripts/recipe.sh runs verl's own modes"
         raise fail("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, words)
     apply_overrides(config)
     files = RunFiles(found.checkpoints, trains=not config.trainer.get("val_only"))
@@ -155,12 +160,12 @@ class _AboveProgressBar(logging.Handler):
 
 
 def spare_caches() -> None:
-    """Point caches at a temporary directory where home or cache cannot be written: a cache must not end a run.
+    """Point the caches of libraries at a temporary directory if the home or its cache cannot be written.
 
-    It holds for the libraries of this process and its children. They still read what the home holds: models of the hub,
-    SwanLab's key, Ray's token.
+    Otherwise a library that cannot write its cache would end the run. Environment variables say so to this process and
+    its children. Models of the hub, SwanLab's key and Ray's token are still read from the home.
     """
-    # Without a home it stays as it is.
+    # Without a home, expanduser returns "~".
     home = Path(os.path.expanduser("~"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     hub = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
@@ -168,7 +173,7 @@ def spare_caches() -> None:
     if not refused:
         return
     spare = tempfile.mkdtemp(prefix="partial_rollout_caches_")
-    say(f"{refused[0]} cannot be written: what this run caches is in {spare}", error=True)
+    say(f"{refused[0]} cannot be written: the caches of this run are in {spare}", error=True)
     if hub in refused:
         # Tables made of data files, and code that models bring.
         for part in ("datasets", "modules"):
@@ -195,7 +200,10 @@ def show_warnings() -> None:
 
 
 def in_one_line(program: Callable[[], None]) -> None:
-    """Run ``program``, of ``hydra.main``; what hydra refuses ends it in one line, with exit code 2."""
+    """Run ``program``.
+
+    An error that it raises, of hydra or of a check, ends the process in one line with exit code 2.
+    """
     # Otherwise hydra prints what it raises, in three lines, and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -209,16 +217,16 @@ def in_one_line(program: Callable[[], None]) -> None:
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """End the process by a mistake of the user's."""
+    """Print the user's mistake ``error``, and end the process with exit code 2."""
     print(f"config error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def main() -> None:
-    """Run, and end in one line on the terminal: exit code 2 for a user's mistake, 1 for a training that failed, 128 and
-    the signal's number for one that was stopped.
+    """Train, or check. A failure ends in one line on the terminal.
 
-    The traceback of a failed training is in ``error.log`` of the run directory.
+    Exit codes: 2 for a user's mistake, 1 for a training that failed, 128 + the signal's number for one that was
+    stopped. The traceback of a failed training is in ``error.log`` of the run directory.
     """
     stop = StopSignals()
     with stop.in_force():
@@ -238,7 +246,7 @@ def _main() -> None:
         try:
             end_in_one_line(act, config)
         except SystemExit as end:
-            # Of a multirun every job is checked; a training that ends so ends the others with it.
+            # A multirun checks every job. A training that fails ends the whole multirun.
             if act is not check:
                 raise
             codes.append(end.code)
@@ -252,7 +260,10 @@ def _main() -> None:
 
 
 def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> None:
-    """``act``, which is ``check`` or ``run``; what it raises ends the process."""
+    """Call ``act``, which is ``check`` or ``run``.
+
+    An error that it raises is printed in one line and ends the process.
+    """
     try:
         with nullcontext() if _CONSOLE in (OmegaConf.select(config, "trainer.logger") or ()) else libraries_apart():
             act(config)
@@ -275,7 +286,7 @@ def end_in_one_line(act: Callable[[DictConfig], None], config: DictConfig) -> No
             # A full disk may be what ended the training.
             print(text, file=sys.stderr)
         output = log.with_name(OUTPUT)
-        printed = f"; what libraries printed: {output}" if output.exists() else ""
+        printed = f"; output of libraries: {output}" if output.exists() else ""
         print(f"training failed: {one_line(error)}\n(traceback: {log}{printed})", file=sys.stderr)
         sys.exit(1)
 

@@ -24,7 +24,7 @@ from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrai
 
 
 def start_ray(config: DictConfig) -> None:
-    """``ray.init`` with verl's runtime environment and ``ray_options``, unless it is up."""
+    """Call ``ray.init`` with verl's runtime environment and ``ray_options``, unless Ray is initialized."""
     if ray.is_initialized():
         return
     options = ray_options(config)
@@ -36,17 +36,17 @@ class TaskRunner(BaseTaskRunner):
     """Makes the workers and trains, with what the checks have loaded.
 
     Args:
-        files: of the run, of ``config``.
+        files: the run's directory and checkpoints.
     """
 
     def __init__(self, config: DictConfig, files: RunFiles, checked: Checked) -> None:
         super().__init__()
         self.config, self.files, self.checked = config, files, checked
         self.ours: dict[str, Any] = {"settings": checked.settings, "files": files}
-        """arguments of ``TrainerRun``"""
+        """keyword arguments that ``TrainerRun`` takes beside verl's"""
 
     def train(self) -> None:
-        """Start Ray, make the workers, train to the last step, end Ray; a training that has reached it starts nothing.
+        """Start Ray, make the workers, train to the last step, end Ray. If the last step is done, start nothing.
 
         Raises:
             ConfigError: Ray has fewer devices or CPUs than trainer and engines need.
@@ -101,7 +101,7 @@ class TaskRunner(BaseTaskRunner):
         config = self.config
         config.transfer_queue.enable = True
         if {"name": "TransferQueueController", "namespace": "transfer_queue"} in list_named_actors(all_namespaces=True):
-            raise fail("trainer.use_v1", True, "must be False: another run of this Ray cluster has its TransferQueue")
+            raise fail("trainer.use_v1", True, "must be False: another run uses TransferQueue in this Ray cluster")
         tq.init(config.transfer_queue)
         try:
             trainer: Any = PartialRolloutPPOTrainer(config, **self.ours)  # pyright: ignore[reportAbstractUsage]

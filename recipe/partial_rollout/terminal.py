@@ -1,7 +1,7 @@
 """Keeps the terminal for the recipe's lines and progress bars; what libraries print goes to a file.
 
 verl, Ray, vLLM and datasets print from Python and from C, in this process and in its children. So ``libraries_apart``
-points the file descriptors 1 and 2 at the file, and ``say`` writes to the terminal that they were.
+points the file descriptors 1 and 2 at the file, and ``say`` writes to copies of them that still lead to the terminal.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _apart: _Apart | None = None
 def libraries_apart() -> Iterator[None]:
     """While entered, only ``say`` and progress bars reach the terminal; what libraries print is lost until ``keep_output``.
 
-    Nothing changes where Python's output is not that of the process: a notebook or a test has taken it.
+    Nothing changes if ``sys.stdout`` or ``sys.stderr`` is not the process's own, as in a notebook or a test.
     """
     global _apart
     if _apart is not None or not all(map(_is_own, (sys.stdout, sys.stderr), _DESCRIPTORS)):
@@ -92,7 +92,7 @@ def say(text: object, *, error: bool = False) -> None:
     """
     out, err = _apart.terminal if _apart else (sys.stdout, sys.stderr)
     stream = err if error else out
-    # A terminal need not have every sign that a model writes.
+    # The terminal's encoding may lack a character that a model writes.
     signs = stream.encoding or "ascii"
     with tqdm.external_write_mode(file=err):
         stream.write(f"{text}\n".encode(signs, "backslashreplace").decode(signs))

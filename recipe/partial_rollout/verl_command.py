@@ -1,8 +1,8 @@
-"""verl's own command trains the recipe: ``python -m verl.trainer.main_ppo --config-dir conf --config-name own_job ...``
+"""The recipe under verl's own command: ``python -m verl.trainer.main_ppo --config-dir conf --config-name own_job``.
 
-with ``trainer.use_v1=True`` (conf/partial_rollout.yaml has ``trainer.v1.trainer_mode=partial_rollout``). verl makes the
-trainer in an actor, once Ray is up: what the recipe checks before Ray starts is checked there, and a mistake ends in verl's
-traceback. Ctrl-C kills that actor: the run goes on from its last checkpoint.
+It needs ``trainer.use_v1=True``; conf/partial_rollout.yaml has ``trainer.v1.trainer_mode=partial_rollout``. verl makes
+the trainer in a Ray actor. So the checks of the recipe run there, after Ray has started, and a mistake ends in verl's
+traceback. Ctrl-C kills that actor; the same command then resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 @register_trainer(V1_MODE)
 class RegisteredTrainer(PartialRolloutPPOTrainer):
-    """``PartialRolloutPPOTrainer`` of a run that begins with it.
+    """``PartialRolloutPPOTrainer`` whose constructor makes the checks and the run's directory, as ``main_ppo`` does.
 
     Raises:
-        ConfigError: what ``main_ppo`` refuses.
+        ConfigError: ``main_ppo`` would refuse the config, or Ray has too few devices or CPUs.
     """
 
     def __init__(self, config: DictConfig) -> None:

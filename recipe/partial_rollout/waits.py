@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 T = TypeVar("T")
 
 _ACTOR = re.compile(r"^\s*class_name: (?:\S*\.)?(?P<name>\w+)$.*?^\s*pid: (?P<pid>\d+)$", re.MULTILINE | re.DOTALL)
-"""how Ray names the actor that died, in lines of their own"""
+"""finds class and process id of a dead actor in Ray's message, which has a line for each"""
 
 
 def one_line(error: BaseException | None) -> str:
@@ -77,25 +77,29 @@ class InfraError(RuntimeError):
 AGAIN_S = 0.5
 """seconds until an actor that Ray cannot reach is asked again"""
 START_S = 1200.0
-"""seconds for what replaces a dead worker or replica to be ready; vLLM may load and compile for many minutes"""
+"""seconds in which the replacement of a dead worker or replica must be ready; vLLM may load and compile for many
+minutes"""
 
 
 def is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether ``error`` says that Ray has lost its connection to the actor that was asked, which may live.
+    """Whether ``error`` says that Ray has lost its connection to an actor that may still be alive.
 
-    Ray decides within seconds whether it does: the next question is answered, or fails for good.
+    Ray finds out within seconds: the next call is answered, or fails because the actor is dead.
     """
     return isinstance(error, ActorUnavailableError) and not isinstance(error, RayTaskError)
 
 
 def means_death(error: BaseException) -> bool:
-    """Whether ``error`` says that an actor has died, or the engine of a replica."""
+    """Whether ``error`` says that an actor, or the engine of a replica, has died."""
     died = isinstance(error, RayActorError) and not is_out_of_reach(error)
     return died or "EngineDead" in f"{type(error).__name__} {error}"
 
 
 async def answer_of(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of an actor, which is asked again while Ray cannot reach it; the caller sets the deadline."""
+    """Await ``ask()``, a call of an actor.
+
+    Call it again while Ray cannot reach the actor. The caller sets the deadline.
+    """
     while True:
         try:
             return await ask()
@@ -110,13 +114,16 @@ class NoAnswerError(TimeoutError):
 
 
 def is_cancelled() -> bool:
-    """Whether the present task is being cancelled. A library may also raise ``CancelledError`` of what it has cancelled."""
+    """Whether the current task is being cancelled.
+
+    A ``CancelledError`` may also come from a library that cancelled its own task.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def result_of(ref: Awaitable[T]) -> T:
-    """A coroutine for a Ray reference."""
+    """Await ``ref``, such as a Ray reference; wraps it in a coroutine."""
     return await ref
 
 
@@ -128,15 +135,17 @@ async def wait(
     *,
     watches: Iterable[Coroutine[Any, Any, Any]] = (),
 ) -> T:
-    """``awaitable``'s result; whatever ends the wait, nothing of it goes on.
+    """Return ``awaitable``'s result. However the wait ends, ``awaitable`` and ``watches`` are then cancelled.
 
     Args:
-        deadline_s: seconds; None: what is awaited has deadlines of its own.
-        what, key: what is awaited, and the key of ``partial_rollout.deadlines`` if there is one, for the error.
-        watches: go on for ever beside it, or raise what ends the wait.
+        deadline_s: seconds; None: no limit, because ``awaitable`` has deadlines of its own.
+        what: name of ``awaitable``, for the error.
+        key: key of ``partial_rollout.deadlines`` that sets the deadline, for the error; None: no key does.
+        watches: coroutines that run during the wait. Each runs for ever, or ends the wait with the error that it
+        raises.
 
     Raises:
-        NoAnswerError: nothing within ``deadline_s``.
+        NoAnswerError: there is no result within ``deadline_s``.
     """
     # As a task: if the caller is cancelled, a ``gather`` that nobody asks any more would print a traceback.
     main, *watching = tasks = [asyncio.ensure_future(each) for each in (result_of(awaitable), *watches)]
@@ -149,7 +158,7 @@ async def wait(
         for task in tasks:
             task.cancel()
         if watching:
-            # One may be ``whole``.
+            # A watch in ``whole`` ends later than it is cancelled.
             await asyncio.wait(watching)
     if not ended:
         named = f" (partial_rollout.deadlines.{key})" if key else ""
@@ -173,7 +182,10 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 async def whole(awaitable: Awaitable[T]) -> T:
-    """``awaitable``'s result; a cancellation takes effect once it is there."""
+    """Return ``awaitable``'s result.
+
+    If the caller is cancelled, wait for the result all the same, then raise the cancellation.
+    """
     task = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(task)

@@ -55,4 +55,4 @@ def test_models_are_read_from_a_read_only_home_and_tables_made_elsewhere(tmp_pat
 def test_read_only_home_or_cache_is_said_once_and_not_written_to(tmp_path, known):
     (tmp_path / "file").touch()
     done = run(READ_ONLY, **{"HOME": str(tmp_path), known: str(tmp_path / "file" / "home")})
-    assert done.stderr.count("cannot be written: what this run caches is in ") == 1
+    assert done.stderr.count("cannot be written: the caches of this run are in ") == 1

@@ -150,7 +150,7 @@ def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):
 @pytest.mark.parametrize(
     ("variable", "line", "code"),
     [
-        ("VERL_PLATFORM=", "missing         trainer.device=cpu: VERL_PLATFORM=cpu in the", MISSING),
+        ("VERL_PLATFORM=", "missing         trainer.device=cpu: needs VERL_PLATFORM=cpu in", MISSING),
         ("RAY_ADDRESS=127.0.0.1:1", "missing         RAY_ADDRESS=127.0.0.1:1: HOST:PORT of a Ray", MISSING),
         ("SWANLAB_MODE=never", "setting         SWANLAB_MODE=never: cloud, local, offline or disabled", WRONG),
     ],

@@ -96,7 +96,7 @@ def test_bucket_of_the_weight_sync_holds_the_largest_tensor(configure, sizes, ov
 MISTAKES = {
     "trainer.n_gpus_per_node=3": "data.train_batch_size=4: times actor_rollout_ref.rollout.n=2 it must be",
     f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
-    "data.gen_batch_size=7": "as data.train_batch_size=4, or null",
+    "data.gen_batch_size=7": "must equal data.train_batch_size=4, or be null",
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
     f"{ROLLOUT}.calculate_log_probs=False": "True if partial_rollout.enable=True: samples span",
     f"{P}.drain=0": "partial_rollout.drain=0: true or false",
@@ -104,7 +104,7 @@ MISTAKES = {
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
     **{f"{V1} algorithm.adv_estimator={name}": "any other if trainer.use_v1=True: verl's v1" for name in NOT_UNDER_V1},
     f"{ACTOR}.loss_scale_factor=null {V1} {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": (
-        f"=1536 if {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {V1}: null weighs"
+        f"=1536 if {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {V1}: with null"
     ),
     f"{P}.overlap=9": "partial_rollout.overlap=9: at most partial_rollout.max_staleness=8: more groups",
     f"{P}.mode=ssim {P}.overlap=0 {P}.max_staleness=0": "max_staleness=0: at least 1 in mode ssim",
@@ -113,16 +113,16 @@ MISTAKES = {
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
-    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer with data.shuffle and max_samples",
+    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",
-    "skip.rollout.enable=True": "False if partial_rollout.enable=True: batches do not come from",
+    "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
     "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
-    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: an engine",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: the engine",
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
-    f"{ACTOR}.checkpoint.async_save=True": "False: it is sealed once the save returns",
-    "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: verl's node",
-    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss once",
+    f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
+    "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
+    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss after",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
@@ -130,11 +130,11 @@ MISTAKES = {
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
-    f"{ACTOR}.clip_ratio_c=1.0": "a number above 1, or null for",
+    f"{ACTOR}.clip_ratio_c=1.0": "a number above 1; or null (no dual clip)",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence if",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null if partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
-    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's proposers",
+    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated if partial_rollout.enable=False",
     f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: must be False if {P}.resume_kv=keep and",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
@@ -146,7 +146,7 @@ MISTAKES = {
     f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
-    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: its steps",
+    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
     f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
     f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
     f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
@@ -175,7 +175,7 @@ VERLS_MISTAKES = {
     f"{ACTOR}.use_kl_loss=off": "true or false",
     f"{ACTOR}.optim.betas=0.9": "a list",
     f"{ACTOR}.optim=abc": "a section of keys",
-    "trainer.n_gpus_per_node='8'": "an integer of at least 1 (this is text; of a variable's text, ${oc.decode",
+    "trainer.n_gpus_per_node='8'": "an integer of at least 1 (this is text; to read a number from an environment variable",
     # keys that nothing reads
     "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
     f"+{ROLLOUT}.swap_space=3": "unexpected keyword argument 'swap_space'",
@@ -183,25 +183,25 @@ VERLS_MISTAKES = {
     "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "verl 0.9.1 reads the keys of reward instead",
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
-    f"{ACTOR}.optim.clip_grad=0.0": "above 0",
-    "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself, which is text",
-    "data.use_shm=True": "False: verl takes a copy of the same size",
-    f"{LOSS}=geo_mean": "any other: verl averages it in each micro-batch",
-    f"{ACTOR}.checkpoint.save_contents=[optimizer]": "with model",
+    f"{ACTOR}.optim.clip_grad=0.0": "a number above 0",
+    "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself (Jinja text)",
+    "data.use_shm=True": "False: verl would read an old copy in /dev/shm",
+    f"{LOSS}=geo_mean": "any other: verl averages this loss in each micro-batch",
+    f"{ACTOR}.checkpoint.save_contents=[optimizer]": "without model",
     f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
-    f"{ROLLOUT}.tensor_model_parallel_size=2": "whole replicas on 1 device(s); one has 2",
+    f"{ROLLOUT}.tensor_model_parallel_size=2": "1 device(s) must make whole replicas; one replica takes 2",
     # a micro-batch must hold the longest sample
     f"{ACTOR}.ppo_{BUDGET}=1599": "at least 1,600, the tokens of the longest sample",
     f"{ACTOR}.use_kl_loss=True {ACTOR}.strategy=fsdp2 actor_rollout_ref.ref.log_prob_{BUDGET}=9": "at least 1,600",
     f"{GAE} critic.forward_{BUDGET}=8 critic.ppo_{BUDGET}=8": "at least 1,600",
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"as {ACTOR}.use_dynamic_bsz=True",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"must equal {ACTOR}.use_dynamic_bsz=True",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",
     f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
-    "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "a function of data_source",
+    "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "function that takes data_s",
     "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
     "trainer.default_local_dir=/proc/run": "a directory that this user can write",
 }
@@ -252,9 +252,11 @@ def test_devices_that_share_a_model_share_its_batch_and_its_longest_sample(confi
     odd = "data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=2"
     shared = *odd, flash, "actor_rollout_ref.model.use_remove_padding=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"
     check_config(configure(*shared, f"{ACTOR}.ppo_{BUDGET}=800"))
-    with pytest.raises(ConfigError, match=r"ppo_\w+=799: at least 800, .* on each of 2 device\(s\) that share it"):
+    with pytest.raises(ConfigError, match=r"ppo_\w+=799: at least 800, .* over the 2 device\(s\) that share it"):
         check_config(configure(*shared, f"{ACTOR}.ppo_{BUDGET}=799"))
-    with pytest.raises(ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 device\(s\)"):
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 \(data-parallel ranks\)"
+    ):
         check_config(configure(*odd))
 
 
@@ -268,7 +270,7 @@ def test_reward_beside_a_reward_model_must_take_its_address_and_tokenizer(config
         settings = settings_of()
         for enable, accepted in ((False, alone), (True, beside)):
             config.reward.reward_model.enable = enable
-            words = "reward_router_address, reward_model_tokenizer" if enable else "a function of data_source"
+            words = "reward_router_address, reward_model_tokenizer" if enable else "a function that takes data_source"
             with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
                 assert list(check_code(config, settings)) == []
 
@@ -300,8 +302,8 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above(configure
 @pytest.mark.parametrize(
     ("variable", "override", "words"),
     [
-        ("RAY_TMPDIR", "", r"_temp_dir=None: at most 43 bytes for Ray's sockets; null is /tmp/d+/ray, by"),
-        ("TMPDIR", "", r"_temp_dir=None: at most 43 bytes for Ray's sockets; null is /tmp/d+/ray, by"),
+        ("RAY_TMPDIR", "", r"_temp_dir=None: a path of at most 43 bytes, because .*; null means /tmp/d+/ray, from"),
+        ("TMPDIR", "", r"_temp_dir=None: a path of at most 43 bytes, because .*; null means /tmp/d+/ray, from"),
         ("MINE", "trainer.nnodes=2", r"nnodes=2: 1 \(NNODES=1\), or a Ray cluster: `ray start --head`"),
     ],
 )

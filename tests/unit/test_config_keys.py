@@ -57,7 +57,7 @@ def test_misspelt_key_is_refused_with_the_nearest(composed_config, name, message
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("deadlines", "null", "partial_rollout.deadlines=None: its keys: stall_s, reward_s, interrupt_s"),
+        ("deadlines", "null", "partial_rollout.deadlines=None: a section with the keys stall_s, reward_s, interrupt_s"),
         ("deadlines.stall_s", "soon", "partial_rollout.deadlines.stall_s=soon: seconds above 0"),
         ("enable", "0", "partial_rollout.enable=0: true or false"),
         ("trust_region_bounds", "[low,0.3]", "[low, high], each a number above 0, or null"),

@@ -86,7 +86,7 @@ def test_missing_package_is_named_with_the_command_that_brings_it(build, monkeyp
     assert not list(missing_packages(build()))
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     (found,) = map(str, missing_packages(build(*overrides)))
-    assert f"the package {module}, which is not installed, or hidden by a folder ./{module}: `{brings}" in found
+    assert f"the package {module}, which is not installed, or is hidden by a folder ./{module}: `{brings}" in found
     monkeypatch.setattr(inputs, "find_spec", lambda name: PRESENT)
     assert not list(missing_packages(build(*overrides)))
 
@@ -100,7 +100,7 @@ def test_trackers_folder_in_the_working_directory_is_no_package(build, monkeypat
     monkeypatch.setattr(inputs, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]) or PRESENT)
     (refused,) = map(str, missing_packages(build(f"trainer.logger=[file,{tracker}]")))
     assert refused.startswith(
-        f"trainer.logger={tracker}: another, or the package {tracker}, which is not installed, or"
+        f"trainer.logger={tracker}: another value, or the package {tracker}, which is not installed, or"
     )
     assert not list(missing_packages(build("trainer.logger=[file]")))
 
@@ -111,7 +111,7 @@ def test_model_folder_without_weights_is_refused(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     if file:
         (tmp_path / file).touch()
-    words = "actor_rollout_ref.model.path=.*: a model directory with weights, .*which this one lacks"
+    words = "actor_rollout_ref.model.path=.*: a model directory with weights .*; this one has none"
     with contextlib.nullcontext() if file else pytest.raises(ConfigError, match=words):
         inputs.check_model(str(tmp_path))
 
@@ -125,7 +125,10 @@ def test_verls_own_trainer_runs_our_configs_once_they_are_checked(build, monkeyp
     with pytest.raises(SystemExit) as end:
         verl_trainer.main.__wrapped__(build("arm=colocate_async"))
     said = capsys.readouterr().err
-    assert end.value.code == 2 and "config error: trainer.use_v1=True: another, or the package transfer_queue" in said
+    assert (
+        end.value.code == 2
+        and "config error: trainer.use_v1=True: another value, or the package transfer_queue" in said
+    )
     monkeypatch.setattr(verl_trainer.preflight, "checked", lambda config: None)
     verl_trainer.main.__wrapped__(build("arm=colocate_async"))
     assert ran == [False]

@@ -147,9 +147,13 @@ def test_line_is_said_where_nothing_is_missing(tolerated, capsys):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("pause_generation", lambda self, *, clear_cache=True: None, "pause_generation cannot be called so"),
+        (
+            "pause_generation",
+            lambda self, *, clear_cache=True: None,
+            "pause_generation cannot be called as the recipe does",
+        ),
         ("add_request", None, "add_request is gone"),
-        ("abort", lambda self, request_id, *, internal, why: None, "abort cannot be called so"),
+        ("abort", lambda self, request_id, *, internal, why: None, "abort cannot be called as the recipe does"),
     ],
 )
 def test_what_is_missing_ends_the_run_in_a_line(tolerated, monkeypatch, capsys, name, change, said):
@@ -157,7 +161,7 @@ def test_what_is_missing_ends_the_run_in_a_line(tolerated, monkeypatch, capsys, 
 
     monkeypatch.setattr(AsyncLLM, name, change)
     (error,) = check_vllm(CONFIG)
-    assert str(error).startswith("vLLM 0.30.0 lacks what the recipe takes from it: vllm.v1.engine.async_llm:AsyncLLM")
+    assert str(error).startswith("vLLM 0.30.0 lacks a name that the recipe needs: vllm.v1.engine.async_llm:AsyncLLM")
     assert said in str(error) and "\n" not in str(error) and "not tested" not in capsys.readouterr().out
 
 

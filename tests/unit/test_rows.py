@@ -82,14 +82,22 @@ def check(tmp_path, resolved_config, monkeypatch):
 
 
 LOST = {
-    "text": (ASKED, BRANCHES, "no messages: 'what is 3"),
-    "JSON": (json.dumps([USER]), BRANCHES, "no messages: "),
-    "no messages": ([], BRANCHES, r"no messages: \[\]"),
-    "ShareGPT's keys": ([{"from": "human", "value": ASKED}], BRANCHES, "it does not write {'from': 'human'"),
+    "text": (ASKED, BRANCHES, "no list of messages: 'what is 3"),
+    "JSON": (json.dumps([USER]), BRANCHES, "no list of messages: "),
+    "no messages": ([], BRANCHES, r"no list of messages: \[\]"),
+    "ShareGPT's keys": (
+        [{"from": "human", "value": ASKED}],
+        BRANCHES,
+        "the chat template does not write {'from': 'human'",
+    ),
     "a role that the template has no branch for": ([{"role": "human", "content": ASKED}], BRANCHES, "'role': 'human'"),
     "None as content": ([{"role": "user", "content": None}], FORGIVING, "'content': None"),
-    "a path as template": ([USER], "/models/mine/chat_template.jinja", "it does not write {.*what is 3"),
-    "a system prompt that the template leaves out": ([SYSTEM, USER], NO_SYSTEM, "it does not write .*be brief"),
+    "a path as template": ([USER], "/models/mine/chat_template.jinja", "the chat template does not write {.*what is 3"),
+    "a system prompt that the template leaves out": (
+        [SYSTEM, USER],
+        NO_SYSTEM,
+        "the chat template does not write .*be brief",
+    ),
     "a list of parts that a template prints": ([IN_PARTS], PRINTS, "it"),
     "a part without its text": ([{"role": "user", "content": [{"type": "text", "value": ASKED}]}], PARTS, "'value'"),
 }
@@ -127,7 +135,7 @@ def test_number_of_a_row_is_that_in_the_file(check):
     assert [*file_rows(check([long, row(), row()]))] == [1, 2]
 
 
-READS = "rows with data_source and reward_model.ground_truth, which .* naive reads; they have no"
+READS = "rows with data_source and reward_model.ground_truth, which .* naive reads; these rows have no"
 OWN_REWARD = "reward.custom_reward_function.path"
 
 

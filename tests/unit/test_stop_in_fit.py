@@ -290,7 +290,7 @@ def test_data_that_the_filter_has_consumed_ends_with_a_checkpoint(life, tmp_path
     trainer = life(*FILTERS, "trainer.save_freq=5")
     assert log_of(trainer) == [("checkpoint", 2), ("complete", 2)] and not trainer.stopped
     assert RunCheckpoints(tmp_path).chosen == tmp_path / "global_step_2" and logged_steps(tmp_path) == [1, 2]
-    assert f"the data ends after step 2 of {STEPS}" in capsys.readouterr().out
+    assert f"the training ends after step 2 of {STEPS}" in capsys.readouterr().out
 
 
 def test_trackers_show_a_run_whose_last_save_fails_as_failed(life, monkeypatch):

@@ -169,7 +169,8 @@ def test_discarded_groups_are_counted_in_each_step_and_at_the_end(log_of):
     said = [line.rpartition(" | ")[2] for line in lines]
     assert said == ["discarded 36 of 40 groups (equal acc)", "discarded 0 of 4 groups (equal acc)"]
     assert log.data_ended(2) == (
-        "the data ends after step 2 of 20 (trainer.total_epochs=2): dynamic sampling discarded 36 of 44 groups (equal acc)"
+        "the training ends after step 2 of 20, because the data has no more prompts (trainer.total_epochs=2): "
+        "dynamic sampling discarded 36 of 44 groups (equal acc)"
     )
     # A resumed process counts what the others discarded.
     resumed, _ = log_of()

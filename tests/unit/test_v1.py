@@ -303,7 +303,7 @@ def test_verls_own_command_refuses_another_trainer(composed_config, given):
     from verl.trainer import main_ppo
 
     with pytest.raises(
-        ValueError, match=r"trainer\.v1\.trainer_mode=\w+: True and partial_rollout by verl's own command"
+        ValueError, match=r"trainer\.v1\.trainer_mode=\w+: must be True and partial_rollout by verl's own command"
     ):
         main_ppo.main.__wrapped__(composed_config("quickstart_cpu", *given))
     for fits in (["trainer.use_v1=True"], [*given, "partial_rollout.enable=False"]):

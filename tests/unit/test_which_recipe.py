@@ -59,7 +59,7 @@ def test_script_refuses_a_foreign_checkout_around_it_and_on_pythonpath(foreign, 
     line = refusal(python(script, "train", "--cfg", "job", cwd=foreign))
     assert f"a Ray worker would import recipe.partial_rollout from {foreign}/recipe/partial_rollout" in line
     line = refusal(python(script, "tools", "audit", cwd=tmp_path, path=(foreign, ROOT)))
-    assert "this process would import" in line and line.endswith("or take that one off PYTHONPATH")
+    assert "this process would import" in line and line.endswith("or remove the former from PYTHONPATH")
     done = python("-c", "import verl.trainer.constants_ppo as module; print(module.__name__)", cwd=foreign)
     assert done.stdout.strip().endswith("verl.trainer.constants_ppo"), done.stderr
 
@@ -95,10 +95,14 @@ def no_device(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "variables", "line"),
     [
-        ("cpu", {}, "trainer.device=cpu: VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"),
+        ("cpu", {}, "trainer.device=cpu: needs VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"),
         # verl takes it in capitals too.
-        ("gpu", {"VERL_PLATFORM": " CPU"}, "trainer.device=cuda: cpu where the environment has VERL_PLATFORM=cpu"),
-        ("gpu", {}, "trainer.device=cuda: a GPU on this machine, or RAY_ADDRESS"),
+        (
+            "gpu",
+            {"VERL_PLATFORM": " CPU"},
+            "trainer.device=cuda: must be cpu, because the environment has VERL_PLATFORM=cpu",
+        ),
+        ("gpu", {}, "trainer.device=cuda: needs a GPU on this machine, or RAY_ADDRESS"),
     ],
 )
 def test_training_without_its_device_ends_in_a_line_before_ray(

@@ -46,7 +46,7 @@ def fail(key: str, value: object, allowed: str) -> ConfigError:
 
 @contextmanager
 def refusing(key: str, value: object, allowed: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception):
-    """Turn one of ``errors``, raised while entered, into the error for ``key``, which quotes it in brackets."""
+    """Context manager: turn an error of type ``errors`` into the ``ConfigError`` for ``key``, and quote it in brackets."""
     try:
         yield
     except errors as error:
@@ -59,12 +59,12 @@ FINITE = sys.float_info.max
 Positive = Annotated[float, Meta(gt=0, le=FINITE)]
 Whole = Annotated[int, Meta(ge=0)]
 FromOne = Annotated[int, Meta(ge=1)]
-"""kinds of numbers"""
+"""``Positive``: above 0 and finite; ``Whole``: an integer from 0; ``FromOne``: an integer from 1"""
 ImportPath = Annotated[str, Meta(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
 """a module and a name in it, joined by a dot"""
 LISTED = "; python -m recipe.partial_rollout.tools keys lists all"
-TEXT = " (this is text; of a variable's text, ${oc.decode:${oc.env:NAME}} makes a number)"
-"""hint for text that looks like a number"""
+TEXT = " (this is text; to read a number from an environment variable, write ${oc.decode:${oc.env:NAME}})"
+"""hint in the error for a value that is text but looks like a number"""
 _NUMBER = re.compile(r"[-+\d.]+(e-?\d+)?")
 
 
@@ -80,20 +80,24 @@ class Key:
     words: str
     """its meaning, for the README's table"""
     null: str | None = None
-    """meaning of null, if the settings fill it in; for the README's table"""
+    """words for null in the README's table, if the settings replace null by a value; None: ``kind`` says whether null
+    is allowed"""
 
 
 _PART = "part"
-"""name in the metadata of a section's field, of its ``Key`` or of the section inside"""
+"""name in a dataclass field's metadata of its ``Key``, or of the class of the section that it holds"""
 
 
 def key(default: Any, words: str, null: str | None = None) -> Any:
-    """A field of a section: a key with its default and meaning, and what null stands for."""
+    """Declare a key: return a dataclass field.
+
+    ``words``: the key's meaning; ``null``: words for null, as in ``Key``.
+    """
     return field(default=default, metadata={_PART: Key(default=default, words=words, null=null)})
 
 
 def section(kind: type) -> Any:
-    """A field of a section: the keys of section ``kind``, under the field's name."""
+    """Declare a section in a section: return a dataclass field that holds the keys of ``kind``."""
     return field(default_factory=kind, metadata={_PART: kind})
 
 
@@ -127,16 +131,16 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 def read(kind: type, node: Any, at: str) -> dict[str, Any]:
-    """The values of section ``kind`` in ``node``, which has no other keys; a key that it lacks has its default.
+    """Check ``node`` as section ``kind``; return the section's values by name, with defaults for keys that it lacks.
 
     Args:
         at: path of the section, for errors.
 
     Raises:
-        ConfigError: in one line.
+        ConfigError: for the first key that does not exist, or value that is not allowed.
     """
     if not isinstance(node, Mapping):
-        raise fail(at, node, "its keys: " + ", ".join(name for name, _ in _parts(kind)))
+        raise fail(at, node, "a section with the keys " + ", ".join(name for name, _ in _parts(kind)))
     names = [declared.name for declared in declarations(kind)]
     sections = {name.rpartition(".")[0] for name in names}
     for name, value in leaves(node):
@@ -154,14 +158,14 @@ def read(kind: type, node: Any, at: str) -> dict[str, Any]:
 
 
 def checked(path: str, value: Any, declared: Key) -> Any:
-    """``value`` as a value of key ``declared``.
+    """Convert ``value`` to the type of ``declared`` and return it.
 
     Raises:
         ConfigError: in one line.
     """
     if value is None and declared.null is not None:
         return None
-    # A list of OmegaConf's is none to msgspec.
+    # msgspec does not take OmegaConf's ListConfig for a list.
     given = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
     # One after the other: msgspec refuses a union of an enum's words and other text.
     kinds = get_args(declared.kind) if get_origin(declared.kind) in (Union, UnionType) else (declared.kind,)
@@ -175,7 +179,7 @@ def checked(path: str, value: Any, declared: Key) -> Any:
 
 
 def allowed(kind: inspect.Type, number: str = "a number") -> str:
-    """Describe the values of a ``kind``; ``number`` stands for one that need not be whole."""
+    """Describe in words the values that ``kind`` allows; ``number`` is the word for a float, such as ``seconds``."""
     match kind:
         case inspect.NoneType():
             return "null"

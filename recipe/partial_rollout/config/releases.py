@@ -4,9 +4,9 @@
 standing    releases of vLLM                             what happens
 ==========  ===========================================  ================================================================
 tested      ``TESTED``                                   everything runs
-tolerated   from ``OLDEST`` to ``NEWEST`` minor release  runs with one line at its start (``tolerance``), without what
-                                                         leans on the insides of vLLM, once ``preflight.vllm_contract``
-                                                         has found every name that the recipe needs
+tolerated   from ``OLDEST`` to ``NEWEST`` minor release  runs if ``preflight.vllm_contract`` finds every name that the
+                                                         recipe needs, without the features that depend on internals of
+                                                         vLLM; one line at the start names them (``tolerance``)
 refused     all others                                   ends in one line (``refusal``)
 ==========  ===========================================  ================================================================
 
@@ -24,7 +24,7 @@ from verl_ext.guard import VERL, installed
 TESTED = ("0.24.0", "0.31.0", "0.32.0")
 """verl 0.9.1's own, the newest that its metadata allows, and the newest that runs"""
 OLDEST, NEWEST = "0.24", "0.33"
-"""minor releases, both included, between which the sources of all were compared"""
+"""first and last minor release that may run: the sources of vLLM were compared from one to the other"""
 _REMEDY = "bash run_scripts/setup.sh installs a tested set"
 
 
@@ -39,7 +39,7 @@ def vllm() -> str:
 
 
 def is_tested() -> bool:
-    """Return whether everything may run: the placement, the kept KV, the patches that lean on the insides of vLLM."""
+    """Return whether vLLM is one of ``TESTED``. Others run without separate placement, kept KV and tokens in pieces."""
     return vllm() in TESTED
 
 

@@ -64,8 +64,8 @@ class Mode(Choice):
     SSIM = "ssim", "the published supplementation: all through the round, up to `N * rollout.n` samples are unfinished"
     APRIL = (
         "april",
-        "at the start of a round, up to `(1 + overlap) * N` groups are unfinished; below N, so many are added at a time "
-        "until N are",
+        "at the start of a round, up to `(1 + overlap) * N` groups are unfinished; if that is below N, up to its smallest "
+        "multiple that reaches N",
     )
 
 
@@ -123,7 +123,10 @@ class TrustRegion(Choice):
 
 
 def whole(groups: float) -> int:
-    """Whole ``groups``; a share written in decimals can fall short of a whole number by a rounding error."""
+    """Round ``groups`` down.
+
+    A number that a rounding error has left just below an integer, such as 2.9999999, becomes it.
+    """
     return math.floor(groups + 1e-6)
 
 
@@ -144,7 +147,9 @@ class Scheduling:
     )
 
     def positions(self, batch_groups: int) -> int | None:
-        """Most positions by which a trained group may be ahead of an unfinished one, N = ``batch_groups``; None: any.
+        """Return how many positions a trained group may be ahead of an unfinished one in the data; None: any number.
+
+        ``batch_groups`` is N.
 
         >>> [Scheduling(overtake=share).positions(8) for share in (None, 0, 0.3)]
         [None, 0, 2]
@@ -156,20 +161,19 @@ class Scheduling:
 class Deadlines:
     """``partial_rollout.deadlines``: limits of waits, in seconds. A wait that passes its limit ends the run.
 
-    There are two exceptions: a late reward of one sample fails and is computed again, and a late agent-loop worker is
-    replaced.
+    Two do not: a late reward fails and is computed again, and a late agent-loop worker is replaced.
     """
 
     stall_s: Positive = key(
         1800,
-        "Seconds of an open round in which no sample reports and no engine makes a token, after which the run ends. A "
+        "The run ends after this many seconds of an open round in which no sample reports and no engine makes a token. A "
         "tool or reward within its own deadline is no stall.",
     )
     reward_s: Positive = key(300, "Seconds for one call of the reward function.")
     interrupt_s: Positive = key(
         60,
-        "Seconds for all replicas to become quiet, or to resume; for all samples to be collected, or granted, once the "
-        "trainer waits for it; for the outputs of a batch to be fetched; for a colocated reward model to wake up or sleep.",
+        "Seconds for each of these: all replicas stop decoding, or resume; all samples are collected, or granted, once the "
+        "trainer waits for it; the outputs of a batch are fetched; a colocated reward model wakes up, or goes to sleep.",
     )
     weight_sync_s: Positive = key(600, "Seconds for one weight sync.")
 
@@ -234,7 +238,7 @@ class FilterSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> FilterSettings | None:
-        """Make it of the whole config, which may lack verl's node."""
+        """Make it from the whole config; None if the filter is off or the config lacks verl's section."""
         node = OmegaConf.select(config, "algorithm.filter_groups")
         return cls(node.metric, max(0, node.max_num_gen_batches)) if node and node.enable else None
 
@@ -259,8 +263,8 @@ class PartialRolloutConfig:
     )
     max_staleness: Whole = key(
         4,
-        "Most versions between a sample's first token and the update that trains it. A round also waits where "
-        "the groups that are left, N a version, would reach it before their turn.",
+        "Most versions between a sample's first token and the update that trains it. A round also waits for a group that "
+        "would otherwise be trained too late, as each version trains only N groups.",
     )
     slots_per_replica: FromOne = key(
         None,
@@ -291,7 +295,7 @@ class PartialRolloutConfig:
     )
     reward_concurrency: FromOne = key(
         None,
-        "Samples of an agent-loop worker that are scored at once; others wait, and no clock runs for them. `null`: the "
+        "Samples of an agent-loop worker that are scored at once; others wait, and no deadline runs for them. `null`: the "
         "cluster's cores, divided by the workers; no limit where verl's reward model or sandbox service scores. Raise it "
         "for a function that waits for a service of yours. Also under noPR.",
         null="by cores",
@@ -320,7 +324,7 @@ class PartialRolloutConfig:
 
     @property
     def parked_s(self) -> float | None:
-        """Longest deadline of a tool or reward that a sample without a slot awaits; None: a tool may take any time."""
+        """Most seconds that a PARKED sample may wait for its tool or reward; None: no limit."""
         tool_s = self.failures.tool_timeout_s or self.failures.sample_timeout_s
         return tool_s and max(tool_s, self.deadlines.reward_s)
 
@@ -364,13 +368,19 @@ class _Configs(SearchPathPlugin):
 
 
 def register_configs() -> None:
-    """Register the keys and the places of configs; for the recipe's programs, not for verl's own command."""
+    """Register the keys, and the folders in which hydra finds configs.
+
+    The recipe's programs call it, verl's own command not.
+    """
     register_keys()
     Plugins.instance().register(_Configs)
 
 
 def verls_own(config: DictConfig) -> bool:
-    """Whether a v1 trainer of verl's own runs ``config``, which is then no run of the recipe."""
+    """Whether ``config`` names one of verl's own v1 trainers.
+
+    Such a run is none of the recipe's: the recipe only checks it.
+    """
     return config.trainer.use_v1 and config.trainer.v1.trainer_mode != V1_MODE
 
 

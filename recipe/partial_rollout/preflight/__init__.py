@@ -1,8 +1,11 @@
 """The checks of a run before Ray starts: one list in one order.
 
-A run refuses the first mistake. ``--check`` makes a finding of each mistake and goes on, so a run never refuses what
-``--check`` has passed. Before the last check nothing is started, and nothing is written but caches. ``main_ppo.begin``
-then locks and makes the run's directory.
+A run ends at the first mistake. ``--check`` prints each mistake as a finding and goes on. Both make the same checks,
+except that ``--check`` passes verl's own modes of ``trainer.v1.trainer_mode``, which a run refuses. What comes after the
+checks can still refuse a run: a lock on its directory, or a Ray with too few devices or CPUs.
+
+The checks start nothing, and write nothing but caches, such as those of ``datasets`` and of the hub. After them
+``main_ppo.begin`` makes and locks the run's directory.
 """
 
 from __future__ import annotations
@@ -40,17 +43,20 @@ Refuse = Callable[[Kind, ConfigError], None]
 
 
 class Checked(NamedTuple):
-    """Inputs that the checks have loaded. Only ``--check`` sees one without datasets: where it has refused an input."""
+    """What the checks have loaded.
+
+    If ``--check`` has refused an input, all but ``settings`` may have their defaults.
+    """
 
     settings: PartialRolloutConfig
     checkpoints: RunCheckpoints | None = None
-    """None for a trainer of verl's own"""
+    """also None if one of verl's own v1 trainers runs the config (``verls_own``)"""
     tokenizer: Any = None
     processor: Any = None
     datasets: tuple[Any, Any] | None = None
-    """of training and of validation"""
+    """(training, validation)"""
     last_step: int = 0
-    """the last step of the training"""
+    """global step at which the training ends: by its data, or by ``trainer.total_training_steps``"""
 
 
 def _raise(_: Kind, error: ConfigError) -> None:
@@ -58,18 +64,19 @@ def _raise(_: Kind, error: ConfigError) -> None:
 
 
 def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
-    """Check ``config``, and complete it in place: paths, interpolations, attention, bucket size.
+    """Run all checks on ``config``. Complete it in place: absolute paths, interpolations, attention, bucket size.
 
     Args:
-        refuse: called with each mistake.
+        refuse: called with each mistake; the default raises it.
 
     Raises:
-        ConfigError: whatever ``refuse`` raises; also for keys without which nothing else can be checked.
+        ConfigError: raised by ``refuse``; or, whatever ``refuse`` does, for a mistake after which no other check can
+        run.
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
-    # What follows would fail by what a platform or an engine lacks.
-    # A trainer that is no section is named with the other keys.
+    # First, because later checks would fail on what the platform or the engine lacks.
+    # If trainer is no section of keys, check_verl_keys refuses it.
     if OmegaConf.is_dict(config.trainer):
         _run(check_device, config, "missing", refuse)
     _run(check_vllm, config, "missing", refuse)
@@ -135,7 +142,7 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
 def _run(
     check: Callable[[DictConfig], Iterable[ConfigError] | None], config: DictConfig, kind: Kind, refuse: Refuse
 ) -> list[ConfigError]:
-    """The mistakes that ``check`` yields or raises, each of which is refused."""
+    """Call ``refuse`` for each mistake that ``check`` yields or raises, and return the mistakes."""
     errors: list[ConfigError] = []
     try:
         errors += check(config) or ()

@@ -1,4 +1,7 @@
-"""Check the inputs of a run: model, data, tools, packages, Ray. An error names the command that brings what is missing."""
+"""Check the inputs of a run: model, data, tools, packages, Ray.
+
+An error names the command that brings what is missing.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from verl_ext.command import no_device
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 CPUS_PER_TRAINER, CPUS_PER_ENGINE = 3, 2
-"""that verl's placement groups reserve with each device; the second, where engines have devices of their own"""
+"""CPUs that verl's placement groups reserve with each trainer device, and with each device of separate engines"""
 BUCKET = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _LEAST_MIB = 64
-"""a bucket for small models, and for one that cannot be built here"""
+"""MiB of the smallest bucket, which also serves a model that cannot be built here"""
 INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 INSTALL_IMAGES = "pip install --no-deps qwen-vl-utils==0.0.14"
@@ -52,7 +55,11 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
             yield error
     sets = at(config, "recipe.data_sets")
     command = f"python -m recipe.partial_rollout.tools data {sets} --out {at(config, 'recipe.data')}"
-    words = f"an existing parquet file; `{command}` writes it (DATA=DIR)" if sets else "an existing parquet file"
+    words = (
+        f"an existing parquet file; `{command}` writes it (DATA=DIR: another folder)"
+        if sets
+        else "an existing parquet file"
+    )
     for key, name in _data_files(config):
         if not Path(name).is_file():
             yield fail(key, name, words)
@@ -66,9 +73,10 @@ def _data_files(config: DictConfig) -> Iterator[tuple[str, str]]:
 
 
 def cache_by_content(config: DictConfig) -> None:
-    """Have ``datasets`` keep the rows of the data files by the files' content.
+    """Set the cache folder of ``datasets`` to one named by a hash of the data files' contents.
 
-    It tells files apart by name and time stamp, which another file may have too: the rows of the old one would train.
+    In one folder ``datasets`` tells files apart by name and time stamp only. A run on a new file could train the cached
+    rows of an old one.
     """
     digest = hashlib.blake2b(digest_size=8)
     for _, name in _data_files(config):
@@ -87,19 +95,19 @@ def check_model(path: str, key: str = MODEL) -> None:
 
     local = Path(path) / "config.json"
     words = (
-        "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B; where the hub cannot be "
-        f"reached, `hf download {path} --local-dir DIR` elsewhere, then MODEL=DIR or this key"
+        "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B; if this machine cannot "
+        f"reach the hub, run `hf download {path} --local-dir DIR` on one that can, copy DIR here, then set MODEL=DIR"
     )
     # The hub's client raises what its transport raises; whatever it is, the model is not here.
     with refusing(key, path, words):
         found = local if local.is_file() else hf_hub_download(path, "config.json")
         json.loads(Path(found).read_text())
     if local.is_file() and not any(each.suffix in (".safetensors", ".bin") for each in local.parent.iterdir()):
-        raise fail(key, path, "a model directory with weights, *.safetensors or *.bin, which this one lacks")
+        raise fail(key, path, "a model directory with weights (*.safetensors or *.bin); this one has none")
 
 
 def weight_bytes(config: DictConfig) -> int:
-    """Bytes of a weight in the trainer."""
+    """Return the bytes of one weight in the trainer: 4 or 2."""
     dtype = at(config, "actor.fsdp_config.model_dtype")
     # verl trains null in float32.
     return 4 if dtype is None or dtype in FLOAT_LIST else 2
@@ -108,8 +116,8 @@ def weight_bytes(config: DictConfig) -> int:
 def size_bucket(config: DictConfig) -> None:
     """Set ``BUCKET`` in place to hold the model's largest tensor, if it is null.
 
-    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some NPUs)
-    each tensor must fit.
+    On the way into an engine verl packs tensors into a bucket. Where processes share no device memory (a CPU, some
+    NPUs) each tensor must fit.
     """
     if at(config, BUCKET) is None:
         numbers = max((each.numel() for each in without_weights(config).parameters()), default=0)
@@ -118,9 +126,10 @@ def size_bucket(config: DictConfig) -> None:
 
 
 def without_weights(config: DictConfig) -> torch.nn.Module:
-    """The model's modules, on torch's meta device; an empty one where transformers cannot build it from its config.
+    """Build the model on torch's meta device, so that it has shapes but no weights.
 
-    A model of another kind, or one that lacks what its own code imports, is left to its worker's error.
+    Return an empty module if transformers cannot build it from its config, for example because the model's own code
+    imports a missing package. The worker that loads the model will report that.
     """
     model = config.actor_rollout_ref.model
     remote = {"trust_remote_code": model.get("trust_remote_code", False)}
@@ -155,7 +164,8 @@ PACKAGES = (
         for name in ("swanlab", "wandb", "mlflow", "tensorboard", "clearml", "trackio")
     ),
 )
-"""module, key and value that import it, and the command that installs it: a run would import them with its engines up"""
+"""(module, key, value of the key that needs the module, command that installs it); else a run fails with its engines
+up"""
 
 
 def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
@@ -163,12 +173,12 @@ def missing_packages(config: DictConfig) -> Iterator[ConfigError]:
     for module, key, value, brought_by in PACKAGES:
         given = at(config, key)
         if value in (given if OmegaConf.is_list(given) else [given]) and not is_installed(module):
-            words = f"which is not installed, or hidden by a folder ./{module}: `{brought_by}` brings it"
-            yield fail(key, value, f"another, or the package {module}, {words}")
+            words = f"which is not installed, or is hidden by a folder ./{module}: `{brought_by}` installs it"
+            yield fail(key, value, f"another value, or the package {module}, {words}")
 
 
 def is_installed(module: str) -> bool:
-    """Whether Python finds ``module``, and not a folder of that name here, such as one with a tracker's files."""
+    """Whether Python finds ``module``, and not just a folder of its name in the working directory, such as ``./wandb``."""
     spec = find_spec(module)
     return spec is not None and Path.cwd() not in [Path(each).parent for each in spec.submodule_search_locations or ()]
 
@@ -176,7 +186,7 @@ def is_installed(module: str) -> bool:
 # -- devices, and Ray ----------------------------------------------------------------------------------------------------
 
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
-"""options of ``ray.init`` that give a Ray of the run's own its size, and which Ray refuses for a cluster that is joined"""
+"""options of ``ray.init`` that set the size of a new Ray; Ray refuses them for a run that joins a cluster"""
 _ANSWERS_S = 2.0
 
 
@@ -189,8 +199,8 @@ def check_device(config: DictConfig) -> None:
 def ray_options(config: DictConfig) -> dict[str, Any]:
     """``ray_kwargs.ray_init`` as Ray takes it.
 
-    A cluster that ``RAY_ADDRESS`` or the address names keeps its own sizes. Where nobody names one, a config that sizes
-    Ray gets a Ray of its own, and not another one that happens to run on this machine.
+    If ``RAY_ADDRESS`` or the address names a cluster, the options of size are left out. If neither does and the config
+    has such options, ``address="local"`` starts a new Ray, although another one may run on this machine.
     """
     options: Any = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     unsized = {name: value for name, value in options.items() if name not in _SIZES or value is None}
@@ -207,7 +217,7 @@ def check_ray_address(config: DictConfig) -> None:
     """
     key, address = "ray_kwargs.ray_init.address", ray_options(config).get("address") or "auto"
     if address == "auto":
-        # Of a cluster of this machine, which Ray finds by itself, nobody knows the address.
+        # RAY_ADDRESS decides. Without it Ray looks for a cluster of this machine, whose address is not known here.
         key, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS") or address
     place = address.removeprefix("ray://")
     # Ray asks a plugin about other schemes.
@@ -233,13 +243,13 @@ def check_cluster(config: DictConfig, has: Mapping[str, float]) -> None:
         raise fail(
             f"{_ROLLOUT}.n_gpus_per_node",
             rollout.n_gpus_per_node,
-            f"with rollout.nnodes={rollout.nnodes} and {trainers} device(s) for the trainer it needs "
-            f"{trainers + engines} in Ray, which has {gpus:g}",
+            f"with rollout.nnodes={rollout.nnodes} and {trainers} trainer device(s) the run needs "
+            f"{trainers + engines} devices in Ray, which has {gpus:g}",
         )
     if (needed := cpus_for_ray(config)) > cpus:
         raise fail(
             "trainer.n_gpus_per_node",
             config.trainer.n_gpus_per_node,
-            f"fewer devices, or {needed} CPUs for Ray, which has {cpus:g}: verl reserves {CPUS_PER_TRAINER} for a "
-            f"device of the trainer and {CPUS_PER_ENGINE} for one of separate engines, and waits for them without end",
+            f"fewer devices, or {needed} CPUs for Ray, which has {cpus:g}: verl reserves {CPUS_PER_TRAINER} CPUs for each "
+            f"trainer device and {CPUS_PER_ENGINE} for each device of separate engines, and would wait for them for ever",
         )

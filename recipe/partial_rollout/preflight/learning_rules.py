@@ -1,4 +1,4 @@
-"""Relations between verl's keys on training and learning, of either arm: a rule a row (``preflight/rule.py``)."""
+"""Rules on verl's keys of training and learning, for PR and noPR, one a row; ``preflight/rule.py`` explains a row."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ from recipe.partial_rollout.preflight.rule import (
 _FILTER = "algorithm.filter_groups"
 _FILTERED = f"{_FILTER}.enable=True"
 _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-"""bytes of the path of Ray's temporary directory, so that its longest socket has a path that Linux takes"""
+"""most bytes of the path of Ray's temporary directory: Linux takes 107 for a socket, and Ray appends the rest"""
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
-"""estimators that read a greedy baseline, columns of the reward, or sums over the vocabulary"""
+"""estimators that need a greedy baseline, columns of the reward, or sums over the vocabulary; v1 provides none of
+these"""
 
 TRAINING = (
-    one_of("model_engine", ("dp", None), "engine=fsdp2 or engine=megatron switches engines"),
+    one_of("model_engine", ("dp", None), "set engine=fsdp2 or engine=megatron to choose the training engine"),
     # how a batch is divided
-    divisible(BATCH, "rollout.n", lambda c: copies(c, "actor"), "device(s)"),
+    divisible(BATCH, "rollout.n", lambda c: copies(c, "actor"), "data-parallel ranks"),
     Rule(
         "data.gen_batch_size",
         lambda v, c: v in (None, at(c, BATCH)),
-        lambda c: f"as {BATCH}={at(c, BATCH)}, or null",
+        lambda c: f"must equal {BATCH}={at(c, BATCH)}, or be null",
     ),
     *divided("actor"),
     Rule(
         "rollout.log_prob_use_dynamic_bsz",
         lambda v, c: v == c.actor_rollout_ref.actor.use_dynamic_bsz,
-        lambda c: f"as actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
+        lambda c: f"must equal actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
         "verl's worker asserts it",
     ),
     # micro-batches that are made by tokens: of the update, the log-probs, the reference
@@ -79,25 +80,31 @@ TRAINING = (
     Rule(
         "rollout.prompt_length",
         lambda v, c: v >= c.data.max_prompt_length,
-        lambda c: f"at least data.max_prompt_length={c.data.max_prompt_length}: longer prompts fail their samples",
+        lambda c: (
+            f"at least data.max_prompt_length={c.data.max_prompt_length}: the samples of longer prompts would fail"
+        ),
     ),
-    # of data/a[1]/x.parquet verl would read data/a1/x.parquet
+    # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
         Rule(
             f"data.{split}_files",
             lambda v, _: not {*"*?[]"} & {*"".join([v] if isinstance(v, str) else v)},
-            "paths without * ? [ ], which the reader of data files takes for a pattern",
+            "paths without * ? [ ], which the reader of data files would take for a pattern",
         )
         for split in ("train", "val")
     ),
     *(
-        only(f"{who}.use_shm", False, "verl takes a copy of the same size that it finds in /dev/shm for the file")
+        only(
+            f"{who}.use_shm",
+            False,
+            "verl would read an old copy in /dev/shm that has the same size in place of the file",
+        )
         for who in ("data", "model", "critic.model")
     ),
     Rule(
         "model.custom_chat_template",
         lambda v, _: v is None or "{" in v,
-        "null, or the template itself, which is text in Jinja and no path",
+        "null, or the template itself (Jinja text), not a path to it",
     ),
     Rule(
         "trainer.nnodes",
@@ -111,8 +118,8 @@ TRAINING = (
             "ray_kwargs.ray_init._temp_dir",
             lambda v, _: len(os.fsencode(v or get_default_ray_temp_dir())) <= _TEMPORARY,
             lambda _: (
-                f"at most {_TEMPORARY} bytes for Ray's sockets; null is {get_default_ray_temp_dir()}, "
-                "by RAY_TMPDIR or TMPDIR"
+                f"a path of at most {_TEMPORARY} bytes, because Ray's sockets are below it; null means "
+                f"{get_default_ray_temp_dir()}, from RAY_TMPDIR or TMPDIR"
             ),
         ),
     ),
@@ -123,7 +130,7 @@ TRAINING = (
             or not c.data.shuffle
             or all((c.data.get(f"{split}_max_samples") or -1) <= 0 for split in ("train", "val"))
         ),
-        "an integer with data.shuffle and max_samples: verl draws other rows in each process",
+        "an integer, if data.shuffle and max_samples are set: without a seed each process would draw other rows",
     ),
     # what a run writes, and resumes from
     Rule("trainer.default_local_dir", lambda v, _: writable(v), "a directory that this user can write"),
@@ -132,45 +139,48 @@ TRAINING = (
         Rule(
             "trainer.resume_from_path",
             lambda v, _: v and re.fullmatch(r"global_step_\d+", Path(str(v)).name) and Path(str(v)).is_dir(),
-            "an existing .../global_step_K",
+            "an existing directory .../global_step_K",
         ),
     ),
     only("trainer.default_hdfs_dir", None, "checkpoints are saved locally only"),
     only("trainer.remove_previous_ckpt_in_save", False, "trainer.max_actor_ckpt_to_keep=1 takes its place"),
-    *(only(f"{who}.checkpoint.async_save", False, "it is sealed once the save returns") for who in ("actor", "critic")),
+    *(
+        only(f"{who}.checkpoint.async_save", False, "a checkpoint counts as complete once the save returns")
+        for who in ("actor", "critic")
+    ),
     Rule(
         "actor.checkpoint.save_contents",
         lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
-        "a list of model, optimizer, extra, hf_model, with model: a resume would go on from the first weights",
+        "a list of model and any of optimizer, extra, hf_model: without model a resume would start from the first weights",
     ),
 )
 LEARNING = (
     # dynamic sampling
     *where(NO_PR, only(f"{_FILTER}.enable", False, "verl's v0 trainer ignores it")),
-    *where("rollout.n=1", only(f"{_FILTER}.enable", False, "a sample is equal to itself")),
+    *where("rollout.n=1", only(f"{_FILTER}.enable", False, "a group of one sample would always be filtered")),
     *where(
         _FILTERED,
         *where(REWARD_MODEL, only("reward.reward_model.enable_resource_pool", True, SCORES_LATE)),
-        one_of(f"{_FILTER}.max_inflight_gen_batches", (1, None), "partial_rollout.overlap says how much is in flight"),
+        one_of(f"{_FILTER}.max_inflight_gen_batches", (1, None), "partial_rollout.overlap sets how much is in flight"),
         Rule(
             f"{_FILTER}.max_num_gen_batches",
             lambda v, _: v != 1,
-            "0 for no limit, or at least 2: with 1 nothing is replaced",
+            "0 for no limit, or at least 2: with 1 no filtered group could be replaced",
         ),
         Rule(
             f"{_FILTER}.metric",
             lambda v, _: v and isinstance(v, str),
-            "reward, or a name of its extra information, such as acc",
+            "reward, or a key of the extra information that the reward function returns, such as acc",
         ),
         Rule(
             f"{_FILTER}.metric",
             lambda v, c: not (v == "seq_final_reward" and c.algorithm.use_kl_in_reward),
-            "reward with use_kl_in_reward=True: its penalty is known in training only",
+            "reward with use_kl_in_reward=True: the KL penalty is known only after the filter",
         ),
     ),
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
-    *where("algorithm.adv_estimator=gae", one_of("critic.enable", (True, None), "it takes a critic's values")),
+    *where("algorithm.adv_estimator=gae", one_of("critic.enable", (True, None), "gae needs the values of a critic")),
     *where(
         "algorithm.adv_estimator=gdpo",
         # verl ignores weights beyond the number of keys.
@@ -193,7 +203,7 @@ LEARNING = (
         LOSS,
         lambda v, _: v != "geo_mean",
         "any other",
-        "verl averages it in each micro-batch and adds these up: its gradient grows with their number",
+        "verl averages this loss in each micro-batch and adds up the averages, so its gradient grows with their number",
     ),
     *where(
         lambda c: at(c, LOSS) in DUAL_CLIPS,
@@ -206,7 +216,7 @@ LEARNING = (
                 and c.partial_rollout.correction != Correction.NONE
                 and at(c, LOSS) == "vanilla"
             ),
-            "a number above 1, or null for no dual clip with partial_rollout.correction and loss_mode=vanilla",
+            "a number above 1; or null (no dual clip) if partial_rollout.correction=decoupled and loss_mode=vanilla",
         ),
     ),
     *where(
@@ -215,7 +225,7 @@ LEARNING = (
             "algorithm.adv_estimator",
             lambda v, _: v not in NOT_UNDER_V1,
             "any other",
-            "verl's v1 trainers do not give it what it computes with",
+            "verl's v1 trainers do not provide the inputs of this estimator",
         ),
         # v0 pads every micro-batch to rollout.response_length.
         *(
@@ -223,7 +233,7 @@ LEARNING = (
                 f"{part}.loss_scale_factor",
                 lambda v, _: v and v > 0,
                 lambda c: f"a number above 0, such as rollout.response_length={at(c, 'rollout.response_length')}",
-                "null weighs a sample by the longest response of its micro-batch",
+                "with null a sample's weight depends on the longest response of its micro-batch",
                 (f"{part}.loss_agg_mode=seq-mean-token-sum-norm",),
             )
             for part in ("actor", "critic")
@@ -231,7 +241,7 @@ LEARNING = (
     ),
     *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
-        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "above 0: a gradient's largest norm"),
+        Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
@@ -239,6 +249,10 @@ LEARNING = (
         ("reward.reward_manager.name=dapo", f"{OVERLONG}.enable=True"),
         Rule(f"{OVERLONG}.penalty_factor", lambda v, _: v >= 0, "at least 0"),
         # Where the buffer has no length of its own, the recipe gives it a fifth of this.
-        Rule("reward.reward_kwargs.max_resp_len", lambda v, _: v >= 1, "tokens: ${data.max_response_length}"),
+        Rule(
+            "reward.reward_kwargs.max_resp_len",
+            lambda v, _: v >= 1,
+            "at least 1 token, such as ${data.max_response_length}",
+        ),
     ),
 )

@@ -1,6 +1,7 @@
 """Compare the data, model and sizes of a run with those of the checkpoint that it resumes.
 
-A checkpoint's manifest holds these facts by key of the config. A fact that differs is refused in one line with both values.
+A checkpoint's manifest holds these facts by key of the config. A fact that differs is refused in one line with both
+values.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ _ALIKE = (
 )
 _TRAINERS = "trainer.nnodes * trainer.n_gpus_per_node"
 _LOADED = MODEL, "actor_rollout_ref.actor.strategy", _TRAINERS
-"""what a validation alone (``trainer.val_only``) needs to be the same"""
+"""facts that must be the same even for a run that only validates (``trainer.val_only``)"""
 _GROWING = {
     "partial_rollout.max_staleness": "groups in flight could not be trained in time",
     "data.max_prompt_length": "a prompt in flight may be longer",
     "data.max_response_length": "a sample in flight may be longer",
     "actor_rollout_ref.rollout.prompt_length": "a prompt in flight may be longer",
     "actor_rollout_ref.rollout.response_length": "a sample in flight may be longer",
-    "algorithm.filter_groups.enable": "it consumed more than it trained",
+    "algorithm.filter_groups.enable": "the checkpoint has consumed more prompts than it has trained",
 }
-"""PR: keys that may grow (a flag: be switched on), and why they may not shrink"""
-_WHY = _GROWING | {_TRAINERS: "its shards belong to that many trainers"}
+"""keys that a resume under PR may raise (a flag: switch on) but not lower, each with the reason"""
+_WHY = _GROWING | {_TRAINERS: "the checkpoint has a shard for each of that many trainer devices"}
 
 
 def check_checkpoints(config: DictConfig) -> RunCheckpoints:
-    """The run's checkpoints, which know what it is made of, but for its rows.
+    """Choose the checkpoint to resume, compare the run's facts with it, and return the run's checkpoints.
+
+    ``made_of`` of the result has these facts. ``check_made_of_rows`` adds the rows, once they are loaded.
 
     Raises:
         ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    # Of a copy: the keys of retention stay in the config that is saved with the run.
+    # It removes the keys of retention. They stay in the config that is saved with the run, so it gets a copy.
     keep = claim_retention(trainer.copy(), critic=need_critic(config))
     try:
         checkpoints = RunCheckpoints(run_dir, trainer.resume_mode, trainer.get("resume_from_path"), keep)
@@ -65,10 +68,10 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
 
 
 def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset: Sequence[Any]) -> None:
-    """Note which rows the run is made of.
+    """Add the identity of the training rows to the run's facts, and compare it with the checkpoint to resume.
 
     Raises:
-        ConfigError: those of the checkpoint that it resumes are others.
+        ConfigError: the checkpoint is of other rows.
     """
     checkpoints.made_of[_ROWS] = rows_identity(dataset)
     if not config.trainer.get("val_only"):

@@ -1,5 +1,7 @@
-"""Check the rows of the data: the columns that loops and rewards read, prompts that reach the model whole, their images,
-and what a checkpoint can hold.
+"""Check the rows of the data before Ray starts.
+
+They must have the columns that agent loops and reward managers read. Their prompts must reach the model whole, their
+images must fit into memory, and a checkpoint must be able to hold them.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ _LOOP = "agent_name"
 """column that names a row's agent loop"""
 _VERLS_LOOPS = {"single_turn_agent", "tool_agent"}
 _ROWS = 256
-"""rows that are tried, spread over the dataset: its columns have types, but their first rows may be null"""
+"""most rows that are tried, at even distances over the dataset, because its first rows may hold null"""
 _SEEN = 16
-"""rows of these whose images are processed, at up to 0.1 s a megapixel"""
+"""most rows among these whose images are processed, which takes up to 0.1 s a megapixel"""
 _PIXEL_COPIES = 12
-"""of a batch's pixels on the driver's node: 3 in the driver, up to 6 in Ray's store, others in trainers there"""
+"""copies of a batch's pixels in the memory of the driver's node: 3 in the driver, up to 6 in Ray's store, others in
+trainers"""
 _GIB = 2**30
 
 
@@ -54,7 +57,7 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     if processor is not None and not is_installed("qwen_vl_utils") and _has_column(files, data.image_key):
         # verl would leave every such row out.
         words = (
-            f"the rows have images, which need the package qwen_vl_utils, and it is not installed: run `{INSTALL_IMAGES}`, "
+            f"the rows have images, which need the package qwen_vl_utils; it is not installed: run `{INSTALL_IMAGES}`, "
             f"or give files without the column {data.image_key}"
         )
         raise fail(f"data.{split}_files", files, words)
@@ -70,9 +73,9 @@ def _has_column(files: Any, column: str) -> bool:
 
 
 def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
-    """Refuse rows that name an unknown agent loop, or lack what verl's reward managers read.
+    """Refuse rows that name an unknown agent loop, or lack a column that verl's reward managers read.
 
-    verl would find neither before a sample is made. A dataset class of the user's own may keep no table.
+    verl would notice neither before a sample is made. Nothing is checked if a user's own dataset class keeps no table.
     """
     table, value = getattr(dataset, "dataframe", None), at(config, key)
     if table is None:
@@ -93,7 +96,7 @@ def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
     for column in ("data_source", "reward_model.ground_truth"):
         if column not in columns:
             words = "rows with data_source and reward_model.ground_truth, which reward manager"
-            raise fail(key, value, f"{words} {reward.reward_manager.name} reads; they have no {column}")
+            raise fail(key, value, f"{words} {reward.reward_manager.name} reads; these rows have no {column}")
     if not reward.custom_reward_function.path:
         _check_sources(key, table)
 
@@ -117,14 +120,15 @@ def check_rows(
 ) -> None:
     """Refuse rows that verl cannot read, whose prompt does not reach the model whole, or that no checkpoint can hold.
 
-    Under partial rollout refuse media other than images, and images whose batch does not fit into this machine's memory.
+    Under partial rollout refuse media other than images, and images whose batch does not fit into this machine's
+    memory. At most ``_ROWS`` rows are tried.
 
     Args:
-        dataset: of the files that ``key`` names.
+        dataset: made from the files that ``key`` names.
         renderer: the processor or tokenizer that has the chat template.
 
     Raises:
-        ConfigError: for the first such row, by its number in the files.
+        ConfigError: for the first such row; it gives the row's number in the files.
     """
     value, numbers = at(config, key), file_rows(dataset)
     saved = settings.enable and config.trainer.save_freq > 0 and key == "data.train_files"
@@ -134,7 +138,7 @@ def check_rows(
     )
     pixels: list[int] = []
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
-        with refusing(key, value, f"{words}; row {numbers[i]} is not"):
+        with refusing(key, value, f"{words}; row {numbers[i]} is not such a row"):
             row = dataset[i]
             kinds = kinds_of(row.get(MESSAGES))
             verls = row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS
@@ -147,11 +151,13 @@ def check_rows(
                 int(row.get("priority", 0))
         if settings.enable and (others := kinds & {"video", "audio"}):
             words = (
-                f"rows of text and images under partial_rollout.enable=True; row {numbers[i]} has {', '.join(others)}"
+                f"rows of text and images, with partial_rollout.enable=True; row {numbers[i]} has {', '.join(others)}"
             )
             raise fail(key, value, words)
         if settings.enable and "image" in kinds and not hasattr(renderer, "get_rope_index"):
-            allowed = f"{SEES}, whose images partial rollout trains; partial_rollout.enable=False trains others"
+            allowed = (
+                f"a {SEES}, the models whose images partial rollout trains; partial_rollout.enable=False trains others"
+            )
             raise fail("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, allowed)
         try:
             kept = closed_row(row) if saved else {}
@@ -164,10 +170,15 @@ def check_rows(
 
 
 def _checked_pixels(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> int:
-    """Bytes of the images of ``row`` for the model; raises where verl does, or where they take too many tokens."""
+    """Return the bytes of the pixels that the model gets of the images of ``row``.
+
+    Raises:
+        ValueError: prompt and images together exceed ``rollout.prompt_length``. Errors of verl's processing pass
+        through.
+    """
     made = processed(config, dataset, row, processor)
     if (tokens := len(made["input_ids"][0])) > (most := config.actor_rollout_ref.rollout.prompt_length):
-        raise ValueError(f"its prompt has {tokens:,} tokens with its images, and rollout.prompt_length={most:,}")
+        raise ValueError(f"its prompt has {tokens:,} tokens with its images, more than rollout.prompt_length={most:,}")
     return made["pixel_values"].nbytes
 
 
@@ -191,16 +202,20 @@ def _check_memory(key: str, value: Any, batch: float) -> None:
 
 
 def file_rows(dataset: Any) -> Sequence[int]:
-    """The number in the data files of each row of ``dataset``, from 0: verl leaves out some."""
+    """For each row of ``dataset`` its number in the data files, from 0; verl may have filtered out rows before it."""
     indices = getattr(getattr(dataset, "dataframe", None), "_indices", None)
     return range(len(dataset)) if indices is None else indices.column(0).to_pylist()
 
 
 def rendering_of(config: DictConfig, dataset: Any, row: Mapping[str, Any], renderer: Any) -> Any:
-    """The prompt of ``row`` as text, as verl's agent loops have the chat template write it; raises what that raises."""
+    """Return the prompt of ``row`` as text, written by the chat template as in verl's agent loops.
+
+    Raises:
+        ValueError: the prompt is not a list of messages. The template may raise any other error.
+    """
     prompt = row["raw_prompt"]
     if isinstance(prompt, str) or not len(prompt):
-        raise ValueError(f"no messages: {prompt!r:.120}")
+        raise ValueError(f"it has no list of messages: {prompt!r:.120}")
     return apply_chat_template(
         renderer,
         [*prompt],
@@ -215,7 +230,7 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _check_prompt(prompt: Any, rendering: str) -> None:
-    """Raise ``ValueError`` for the first message of ``prompt`` that ``rendering`` does not have as it is."""
+    """Raise ``ValueError`` for the first message of ``prompt`` whose text is not in ``rendering`` (``_is_in``)."""
     for message in prompt:
         content = message.get("content")
         if content is None and message.get("tool_calls"):
@@ -225,10 +240,10 @@ def _check_prompt(prompt: Any, rendering: str) -> None:
         # A template for text alone may print a list of parts as Python does.
         printed = parts is content and str(content) in rendering
         if printed or not all(isinstance(text, str) and _is_in(rendering, text) for text in texts):
-            raise ValueError(f"it does not write {message!r:.120}")
+            raise ValueError(f"the chat template does not write {message!r:.120}")
 
 
 def _is_in(rendering: str, text: str) -> bool:
-    """Whether a chat template has written ``text``: stripped, without thoughts of an earlier turn, or as JSON."""
+    """Whether ``rendering`` has ``text``: the part after ``</think>``, stripped; or all of it, escaped as in JSON."""
     answer = text.rpartition("</think>")[2].strip()
     return answer in rendering or json.dumps(text, ensure_ascii=False)[1:-1] in rendering

@@ -1,6 +1,7 @@
-"""How a rule is written: a row of a key, what holds of its value, what is allowed and why; ``where`` says when it applies.
+"""A rule on the configuration: a key, a condition on its value, the words for what is allowed, and why.
 
-A key of ``actor_rollout_ref`` is written without that, such as ``rollout.n``. Below are what rules ask of a configuration.
+``where`` limits rules to some configurations. A key below ``actor_rollout_ref`` is written without that, such as
+``rollout.n``. The functions at the end of this file compute the sizes that rules compare.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from recipe.partial_rollout.config.settings import trainer_devices
 BATCH, GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
 NO_PR, V1, REWARD_MODEL = "partial_rollout.enable=False", "trainer.use_v1=True", "reward.reward_model.enable=True"
-SCORES_LATE = "a colocated reward model scores once the engines sleep"
+SCORES_LATE = "a colocated reward model cannot score before the engines sleep, which is too late here"
 Condition = str | Callable[[DictConfig], Any]
-"""a key's value as text, such as ``rollout.n=1``, which the message says; or a predicate"""
+"""``KEY=VALUE`` such as ``rollout.n=1``, which the error message repeats; or a predicate on the config"""
 
 
 def full(key: str) -> str:
@@ -41,13 +42,13 @@ class Rule(NamedTuple):
 
     key: str
     holds: Callable[[Any, DictConfig], Any]
-    """of value and config; a value that it cannot read does not hold"""
+    """predicate on value and config; the value is refused if it returns false or raises, for example a ``TypeError``"""
     allowed: str | Callable[[DictConfig], str]
     why: str = ""
     when: tuple[Condition, ...] = ()
 
     def refusal(self, config: DictConfig) -> ConfigError | None:
-        """The error for the key, if the rule applies and its value does not hold."""
+        """Return the error for the key if the rule applies and its value breaks it; otherwise None."""
         value = at(config, self.key)
         if not all(applies(condition, config) for condition in self.when):
             return None
@@ -70,7 +71,7 @@ def applies(condition: Condition, config: DictConfig) -> Any:
 
 
 def where(conditions: Condition | tuple[Condition, ...], *rules: Rule) -> tuple[Rule, ...]:
-    """``rules``, for where ``conditions`` apply too."""
+    """Return ``rules`` with ``conditions`` added: each then applies only where these hold, too."""
     more = conditions if isinstance(conditions, tuple) else (conditions,)
     return tuple(rule._replace(when=(*rule.when, *more)) for rule in rules)
 
@@ -84,7 +85,7 @@ def broken(rules: Iterable[Rule], config: DictConfig) -> Iterator[ConfigError]:
 
 
 def only(key: str, wanted: Any, why: str = "") -> Rule:
-    """One value; null counts as False."""
+    """Require one value; null counts as False."""
     words = f"must be {'null' if wanted is None else wanted}"
     return Rule(key, lambda value, _: (value or False) == (wanted or False), words, why)
 
@@ -100,34 +101,34 @@ def one_of(key: str, names: Collection[Any], why: str = "") -> Rule:
 
 
 def divisible(key: str, times: str, by: Callable[[DictConfig], int], what: str, why: str = "") -> Rule:
-    """The product of two keys must be divisible by a number of ``what``."""
+    """Require that ``key`` times ``times`` is divisible by ``by(config)``; ``what`` says what that number counts."""
     return Rule(
         key,
         lambda value, c: value * at(c, times) % by(c) == 0,
-        lambda c: f"times {full(times)}={at(c, times)} it must be divisible by {by(c)} {what}",
+        lambda c: f"times {full(times)}={at(c, times)} it must be divisible by {by(c)} ({what})",
         why,
     )
 
 
 def budget(key: str, engine: str) -> Rule:
-    """Tokens of a micro-batch, which cannot split a sample."""
+    """Require that a micro-batch of ``key`` tokens a device can hold the longest sample, which cannot be split."""
     return Rule(
         key,
         lambda value, c: value * split(c, engine)[1] >= longest(c),
         lambda c: (
             f"at least {-(-longest(c) // split(c, engine)[1]):,}, the tokens of the longest sample "
-            f"(rollout.prompt_length + rollout.response_length) on each of {split(c, engine)[1]} device(s) that share it"
+            f"(rollout.prompt_length + rollout.response_length) over the {split(c, engine)[1]} device(s) that share it"
         ),
     )
 
 
 def divided(engine: str) -> tuple[Rule, ...]:
-    """Batch, mini-batch and devices of ``engine``."""
+    """Require that ``engine`` (actor or critic) can divide batch and mini-batch evenly among its devices."""
     mini = f"{engine}.ppo_mini_batch_size"
     return (
         Rule(mini, lambda v, c: v >= 1 and at(c, BATCH) % v == 0, lambda c: f"a divisor of {BATCH}={at(c, BATCH)}"),
-        divisible(mini, "rollout.n", lambda c: copies(c, engine), "device(s)"),
-        divisible(GPUS, "trainer.nnodes", lambda c: split(c, engine)[0], f"devices that share {engine}"),
+        divisible(mini, "rollout.n", lambda c: copies(c, engine), "data-parallel ranks"),
+        divisible(GPUS, "trainer.nnodes", lambda c: split(c, engine)[0], f"devices that share the model of {engine}"),
     )
 
 
@@ -170,7 +171,10 @@ def compares_siblings(config: DictConfig) -> bool:
 
 
 def keeps_on_policy_tokens(threshold: Any) -> bool:
-    """Whether a token of weight 1 keeps it; raises what verl raises for a threshold that it does not take."""
+    """Whether ``rollout_is_threshold`` leaves a token of weight 1 in the loss.
+
+    Raises verl's error for one that verl refuses.
+    """
     upper, lower = _parse_rollout_is_threshold(threshold)
     # One bound caps the weights; of two, tokens outside are masked.
     return lower is None or lower <= 1 <= upper

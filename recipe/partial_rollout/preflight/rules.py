@@ -1,8 +1,8 @@
-"""Rules on what engines and partial rollout need of the keys, one a row; their order does not matter.
+"""Rules on the keys that engines and partial rollout depend on, one a row; their order does not matter.
 
-verl's own keys are verl's to check, unless a wrong value would silently train something else, or everybody meets it in the
-first hour. verl's rollout correction is off by default, and several settings make verl ignore it without a warning: rules
-here refuse them.
+verl's own keys are verl's to check, unless a wrong value would silently train something else, or everybody meets it in
+the first hour. verl's rollout correction is off by default, and several settings make verl ignore it without a warning:
+rules here refuse them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ from recipe.partial_rollout.training.loss import ROUTER_REPLAY, WeightGranularit
 from recipe.partial_rollout.worker.llm_client import WHOLE
 
 _BACKEND = "rollout.checkpoint_engine.backend"
-_TESTED = f"only engines of vLLM {', '.join(releases.TESTED)}"
+_TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
-_NEWER_ROUTES = "an engine that resumes a sample reports routes of newer weights than sampled its first tokens"
+_NEWER_ROUTES = (
+    "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
+)
 _PR = "partial_rollout.enable=True"
 _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.placement=colocated"
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
@@ -64,10 +66,12 @@ _ENGINES = (
         Rule(
             "rollout.tensor_model_parallel_size",
             lambda _, c: trainer_devices(c) % replica_devices(c) == 0,
-            lambda c: f"whole replicas on {trainer_devices(c)} device(s); one has {replica_devices(c)}",
+            lambda c: (
+                f"{trainer_devices(c)} device(s) must make whole replicas; one replica takes {replica_devices(c)}"
+            ),
         ),
     ),
-    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's proposers change there what is sampled")),
+    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's draft proposers change the sampled tokens on a CPU")),
     # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
@@ -75,7 +79,7 @@ _ENGINES = (
         "null: the recipe has its own; loops of yours go into agent_loop_config_path",
     ),
     only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
-    only("trainer.checkpoint_callback_class", None, "verl's v1 alone calls it, before a checkpoint is sealed"),
+    only("trainer.checkpoint_callback_class", None, "only verl's v1 calls it, and before the checkpoint is complete"),
 )
 _PARTIAL_ROLLOUT = (
     # the recipe's keys, compared with each other
@@ -98,23 +102,23 @@ _PARTIAL_ROLLOUT = (
         lambda c: _own(c).mode is not Mode.WINDOW,
         Rule("partial_rollout.max_staleness", lambda v, _: v >= 1, lambda c: f"at least 1 in mode {_own(c).mode}"),
     ),
-    # The deadline of a call must pass before that of what the call is part of.
+    # The deadline of a call must pass before the deadline of the sample or the round that the call is part of.
     Rule(
         "partial_rollout.failures.tool_timeout_s",
         lambda _, c: (_own(c).failures.tool_timeout_s or 0) <= (_own(c).failures.sample_timeout_s or inf),
         lambda c: f"at most partial_rollout.failures.sample_timeout_s={_own(c).failures.sample_timeout_s}",
-        "that would end its sample first",
+        "otherwise the sample's timeout passes first",
     ),
     Rule(
         "partial_rollout.tools.release_after_s",
         lambda _, c: min(_own(c).tools.release_after_s, _own(c).parked_s or inf) < _own(c).deadlines.stall_s,
         lambda c: f"below partial_rollout.deadlines.stall_s={_own(c).deadlines.stall_s:g}",
-        "that would end the run during a call in its deadline",
+        "otherwise a call within its own deadline would end the run",
     ),
     *where(
         (V1, NO_PR),
-        only("rollout.enable_rollout_routing_replay", False, "rows under v1 have no routes"),
-        only("distillation.enabled", False, "rows under v1 have nothing of a teacher"),
+        only("rollout.enable_rollout_routing_replay", False, "rows of verl's v1 carry no routes"),
+        only("distillation.enabled", False, "rows of verl's v1 carry nothing of a teacher"),
     ),
     *where(
         V1,
@@ -122,14 +126,18 @@ _PARTIAL_ROLLOUT = (
         only("trainer.v1.sampler.max_off_policy_threshold", 8, "partial_rollout.max_staleness is the bound"),
         only("trainer.v1.sampler.max_off_policy_strategy", "drop", "nothing is dropped, a round waits"),
         only("trainer.v1.sampler.sync_refill_failed_groups", False, "a failed sample is retried, then masked"),
-        only("skip.rollout_tq.enable", False, "batches do not come from verl's rollout"),
+        only("skip.rollout_tq.enable", False, "the recipe makes the batches, not verl's rollout"),
     ),
     *where(
         _PR,
-        only("skip.rollout.enable", False, "batches do not come from verl's rollout"),
-        only("rollout.name", "vllm", "other engines are not interrupted by it"),
+        only("skip.rollout.enable", False, "the recipe makes the batches, not verl's rollout"),
+        only("rollout.name", "vllm", "partial rollout can interrupt no other engine"),
         only("rollout.calculate_log_probs", True, "samples span versions: the engine's own log-probs are needed"),
-        only("rollout.logprobs_mode", "processed_logprobs", "others are not log-probs of what was sampled"),
+        only(
+            "rollout.logprobs_mode",
+            "processed_logprobs",
+            "other modes are not the log-probs of the distribution that was sampled",
+        ),
         only("rollout.enable_rollout_routing_replay", False, _NEWER_ROUTES),
         one_of(ROUTER_REPLAY, ("disabled", "R2", None), _NEWER_ROUTES),
         only("rollout.disaggregation.enabled", False, "a resumed sample is prefilled on the replica that decodes it"),
@@ -140,27 +148,27 @@ _PARTIAL_ROLLOUT = (
         ),
         *where(
             "partial_rollout.resume_kv=keep",
-            only("rollout.enable_prefix_caching", True, "the kept KV cache is found by its prefix"),
-            only("rollout.free_cache_engine", False, "an engine that sleeps gives its KV cache up"),
+            only("rollout.enable_prefix_caching", True, "vLLM finds the kept KV cache through its prefix cache"),
+            only("rollout.free_cache_engine", False, "an engine that sleeps loses its KV cache"),
         ),
-        only("distillation.enabled", False, "its loss has no correction"),
+        only("distillation.enabled", False, "its loss has no correction for older weights"),
         Rule(
             "algorithm.adv_estimator",
             lambda v, _: v != "remax",
             "any other",
-            "its greedy baseline is synchronous",
+            "verl computes its greedy baseline in a synchronous rollout",
         ),
         Rule(
             CORRECTION,
             lambda v, _: v is not None,
-            "verl's node of that name",
+            "a section of keys, as in verl's own config",
             "partial_rollout.correction=none switches the correction off",
         ),
         only(
             f"{CORRECTION}.bypass_mode",
             False,
-            "verl changes the driver's loss once the workers have theirs, so loss_type, rollout_is and rollout_rs never "
-            "act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
+            "verl changes the driver's loss after the workers have copied theirs, so loss_type, rollout_is and rollout_rs "
+            "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
         ),
     ),
     *where(
@@ -174,7 +182,7 @@ _PARTIAL_ROLLOUT = (
             one_of(
                 f"rollout.{key}",
                 WHOLE[key],
-                "the engine's log-probs would be of the tokens that are kept, the trainer's of all",
+                "otherwise the engine normalises over the tokens that are kept, and the trainer over all",
             )
             for key in ("top_p", "top_k")
         ),
@@ -190,28 +198,28 @@ _PARTIAL_ROLLOUT = (
             one_of(
                 f"{CORRECTION}.rollout_is",
                 (None, WeightGranularity.GEOMETRIC, WeightGranularity.SEQUENCE),
-                "the loss has one ratio for a sequence",
+                "the loss has one ratio for each sequence",
             ),
         ),
         Rule(
             f"{CORRECTION}.rollout_is_threshold",
             lambda v, _: keeps_on_policy_tokens(v),
-            "a number above 0 (caps the weights), or lower_upper around 1 (masks tokens outside)",
+            "a number above 0, which caps the weights; or lower_upper around 1 (0.5_2.0), which masks tokens outside",
         ),
     ),
     # where the engines run
     *where(_COLOCATED, only(_BACKEND, "naive", "trainer and engines share their devices")),
     *where(
         lambda _: not releases.is_tested(),
-        only("partial_rollout.placement", "colocated", f"{_TESTED} have been held while they ran"),
-        only("partial_rollout.resume_kv", "recompute", f"{_TESTED} have kept KV of several weights"),
+        only("partial_rollout.placement", "colocated", f"to pause engines while they decode {_TESTED}"),
+        only("partial_rollout.resume_kv", "recompute", f"a KV cache of several weights {_TESTED}"),
     ),
     *where(
         _SEPARATE,
         only("rollout.free_cache_engine", False, "the engines never sleep"),
         *where(REWARD_MODEL, only("reward.reward_model.enable_resource_pool", True, SCORES_LATE)),
         *(
-            Rule(f"rollout.{key}", lambda v, _: v >= 1, "at least 1", "the engines' devices")
+            Rule(f"rollout.{key}", lambda v, _: v >= 1, "at least 1", "these are the engines' own devices")
             for key in ("nnodes", "n_gpus_per_node")
         ),
         Rule(
@@ -225,22 +233,31 @@ _PARTIAL_ROLLOUT = (
             ),
         ),
         divisible(GPUS, "trainer.nnodes", replica_devices, "devices of a replica", "verl's workers assert it"),
-        Rule(_BACKEND, lambda v, _: v != "naive", "shm (one node) or nccl (GPUs)", "naive needs shared devices"),
+        Rule(
+            _BACKEND,
+            lambda v, _: v != "naive",
+            "shm (one node) or nccl (GPUs)",
+            "naive needs engines on the trainer's devices",
+        ),
         Rule(
             "model.lora.merge",
             lambda v, c: v or not (at(c, "model.lora_rank") or at(c, "model.lora.rank")),
             "True",
-            "whole weights are transferred, no adapters",
+            "the transfer takes whole weights, no adapters",
         ),
     ),
     *where(
         (_SEPARATE, lambda c: not need_critic(c)),
-        only("trainer.critic_warmup", 0, "its steps would begin versions, and without a critic they update nothing"),
+        only(
+            "trainer.critic_warmup",
+            0,
+            "without a critic these steps update nothing, and each would still count as a version",
+        ),
     ),
     *where(
         (f"{_BACKEND}=shm", _SEPARATE),
         *(
-            only(key, 1, "other nodes do not see its file; nccl crosses nodes")
+            only(key, 1, "other nodes do not see the file of shm; nccl works across nodes")
             for key in ("trainer.nnodes", "rollout.nnodes")
         ),
     ),
@@ -260,11 +277,11 @@ WARNINGS = (
             "partial_rollout.overlap",
             lambda v, _: v >= 1,
             "at least 1",
-            "fewer than N groups are in flight while the trainer holds N, so it waits for them",
+            "otherwise fewer than N groups are in flight while N are trained, and the trainer waits for the next batch",
         ),
     ),
 )
-"""rules of runs that start all the same"""
+"""rules whose violation prints a warning; the run starts all the same"""
 
 
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:

@@ -42,7 +42,7 @@ _MODEL, _MODEL_ARGUMENTS = "reward.reward_model.enable", ("reward_router_address
 
 
 def check_by_verl(config: DictConfig) -> None:
-    """Let verl check the configuration, which it would once the engines have started.
+    """Let verl check the configuration before Ray starts. verl itself does so in a Ray actor and in its workers.
 
     Raises:
         ConfigError: in one line, with verl's words.
@@ -108,7 +108,10 @@ def _load(config: DictConfig, key: str, words: str, load: Callable[[], Any]) -> 
 
 
 def _check_loss(config: DictConfig, settings: PartialRolloutConfig) -> None:
-    """Refuse a policy loss that raises, or does not change when the behaviour weights, where there are any, are halved."""
+    """Refuse a policy loss that raises.
+
+    In a run with a correction, also refuse one that halved behaviour weights do not change.
+    """
     actor = config.actor_rollout_ref.actor
     whole, half = (
         _load(config, LOSS, "a loss that takes rollout_is_weights", partial(_loss_of, actor, weight))
@@ -148,7 +151,7 @@ def _check_reward(config: DictConfig) -> None:
         function = _load(config, f"{_REWARD}.path", words, lambda: get_custom_reward_fn(config)).args[0]
         arguments = (*_ARGUMENTS, *(_MODEL_ARGUMENTS if at(config, _MODEL) else ()))
         # Raises TypeError if a call as verl's managers make it would not fit.
-        with refusing(f"{_REWARD}.name", given.get("name"), f"a function of {', '.join(arguments)}"):
+        with refusing(f"{_REWARD}.name", given.get("name"), f"a function that takes {', '.join(arguments)}"):
             inspect.signature(function).bind(**dict.fromkeys(arguments) | dict(given.get("reward_kwargs") or {}))
 
 

@@ -1,7 +1,8 @@
-"""Check verl's keys: no key is misspelt or of an older verl, and each value has the type that verl declares.
+"""Check verl's keys: no key is misspelt or of an older verl, and each value has the right type.
 
-verl does not check this. It takes a word such as ``off`` for true; text for a number fails in a worker; a misspelt key of a
-config file changes nothing. A key that is not in ``VALUES`` has the type of verl's default: a flag, a number or a section.
+verl does not check this. It takes a word such as ``off`` for true. Text in place of a number fails in a worker. A
+misspelt key in a config file changes nothing. ``VALUES`` has the types of some keys. Any other key must have the type
+of verl's default, if that is a flag, a number, a list or a section.
 """
 
 # Pyright does not let an alias of Annotated be joined with None in an expression; Python does.
@@ -49,9 +50,7 @@ _OPEN = {
     "actor_rollout_ref.rollout.engine_kwargs",
     "ray_kwargs.ray_init",
 }
-"""nodes that take any key: code of the user's, the engine or Ray reads what they hold"""
-# pyright: reportOperatorIssue=false
-# It takes "FromOne | None" in a dictionary for an operation on values.
+"""sections in which every key is allowed, because the user's code, the engine or Ray reads them"""
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _NotNegative = Annotated[float, Meta(ge=0, le=FINITE)]
 VALUES: dict[str, Any] = {
@@ -116,7 +115,8 @@ VALUES: dict[str, Any] = {
     "actor_rollout_ref.rollout.scheduling_policy": Literal["fcfs", "priority"],
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": FromOne | None,
 }
-"""types of verl's keys whose wrong values would silently train something else, or that everybody meets in the first hour"""
+"""types of verl's keys whose wrong values would silently train something else, or that everybody meets in the first
+hour"""
 _MOVED = {
     "custom_reward_function": "reads reward.custom_reward_function instead",
     "sandbox_fusion": "reads reward.sandbox_fusion instead",
@@ -125,10 +125,10 @@ _MOVED = {
     "critic.grad_clip": "reads critic.optim.clip_grad instead",
     "data.sampler": "does not read it",
 }
-"""keys that verl declares and no longer reads"""
+"""keys that verl declares and no longer reads, each with the end of its error message"""
 _ALIKE = 0.77
-"""similarity from which an unknown key is a misspelt one. ``save_frequency`` is (``save_freq``); ``data.filter_prompts``,
-which verl reads without declaring it, is not"""
+"""least similarity (``difflib``'s) to a known key that makes an unknown one a misspelling: ``save_frequency`` is one,
+of ``save_freq``; ``data.filter_prompts``, which verl reads without declaring it, is none"""
 
 
 def check_verl_keys(config: DictConfig) -> None:
@@ -141,14 +141,14 @@ def check_verl_keys(config: DictConfig) -> None:
         ConfigError: for the first of them, in one line.
     """
     given: Any = OmegaConf.to_container(config)
-    # Many keys copy others of data and trainer. The one that the user has set is to be named.
+    # data and trainer come first: many other keys copy theirs, and the error must name the key that the user has set.
     sections = {name: given.get(name) for name in ("data", "trainer", *_declared())}
     _check(sections, _declared(), free="data." if OmegaConf.select(config, "data.custom_cls.path") else None)
 
 
 @cache
 def _declared() -> dict[str, Any]:
-    """verl's own defaults for FSDP, and Megatron's keys besides."""
+    """Return verl's default config for FSDP, with the keys added that only its config for Megatron has."""
     folder = Path(verl.__file__).parent / "trainer" / "config"
     files = [OmegaConf.load(folder / f"_generated_ppo_{engine}trainer.yaml") for engine in ("megatron_", "")]
     merged: Any = OmegaConf.to_container(OmegaConf.unsafe_merge(*files), resolve=True)
@@ -161,7 +161,8 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
     Args:
         known: verl's defaults of the node.
         path: path of the node in the config, with a dot at its end.
-        free: beginning of keys that the user's own code may read.
+        free: prefix of keys, such as ``data.``, that may be unknown because the user's own code may read them; None: no
+        key.
     """
     known = known if isinstance(known, Mapping) else {}
     names = [*known, *(_fields(node[_TARGET]) if _TARGET in node else ())]
@@ -186,12 +187,12 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
 
 
 def _fields(target: str) -> list[str]:
-    """Fields of a dataclass of verl's: more than its file of defaults has."""
+    """Names of the fields of verl's dataclass ``target``; its file of defaults may lack some of them."""
     return [field.name for field in fields(get_class(target))]
 
 
 def _number(default: Any) -> Any:
-    """The kind of verl's ``default`` if that is a flag or a number; a number may be null, which verl takes for most."""
+    """Return ``bool`` for a flag as default, ``float | None`` for a number (verl takes null for most), else None."""
     if isinstance(default, bool):
         return bool
     return float | None if isinstance(default, int | float) else None
@@ -201,7 +202,7 @@ def _number(default: Any) -> Any:
 
 
 def of_hydra(error: Exception) -> ConfigError:
-    """The mistake for which hydra raised ``error``, in its own words; for an unknown key with the one that was meant."""
+    """Turn ``error`` of hydra into a ``ConfigError`` of one line; for an unknown key, say which one may be meant."""
     found = re.match(r"Could not override '([^']+)'\.\s+To append to your config use \+\1=(.*)", str(error))
     if found is None:
         return ConfigError(" ".join(str(error).split()))
@@ -227,7 +228,7 @@ def resolved(config: DictConfig) -> DictConfig:
 
 
 _PATHS = re.compile(r"(^|_)(path|dir|files?)$")
-"""last parts of the keys that hold paths"""
+"""finds the names of keys that hold paths, such as ``tool_config_path``"""
 _WRITTEN = (
     "default_local_dir",
     "rollout_data_dir",
@@ -236,13 +237,14 @@ _WRITTEN = (
     "save_path",
     "timeline_json_file",
 )
-"""those of what a run writes; other files exist, or are no files: names of the hub, of classes, of verl's own files"""
+"""names of keys with paths that a run writes. Values of other keys are made absolute only if the file exists: they may
+also name a model of the hub, a class or a file of verl's."""
 
 
 def write_in_full(config: DictConfig) -> None:
-    """Make the paths of ``config``, which is resolved, absolute in place: also those that begin with ``~/``.
+    """Make the paths in the resolved ``config`` absolute in place, and replace ``~/`` at the beginning of any text.
 
-    Ray's processes have the working directory of whoever started the cluster, which need not be the user's.
+    A process of Ray has the working directory in which the cluster was started, which need not be the user's.
     """
     values: Any = OmegaConf.to_container(config)
     for key, value in leaves(values):

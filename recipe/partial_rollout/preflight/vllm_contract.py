@@ -1,9 +1,9 @@
 """A table of what the recipe and ``verl_ext`` take from vLLM, and the check of the installed release against it.
 
-``config.releases`` says which releases run. On one that is not tested, the driver reads this table before Ray starts:
-a name that has gone is then one line in the first seconds, not an engine that dies minutes later. The check takes three
-seconds once vLLM is imported. Tested releases are checked by ``tests/unit/test_upstream_contract.py``, which holds the
-same table, and a longer one for verl, against our sources too.
+``config.releases`` says which releases run. On one that is not tested, the driver checks this table before Ray starts:
+if a name is gone, the run ends in one line within seconds, where otherwise an engine would die minutes later. The check
+takes three seconds once vLLM is imported. ``tests/unit/test_upstream_contract.py`` checks the tested releases. It also
+compares this table, and a longer one for verl, with our sources.
 
 An entry is a line ``owner <- by``: a module or ``module:Class``, and stems of our files that use it. Below, indented::
 
@@ -74,7 +74,7 @@ vllm.model_executor.layers.linear:UnquantizedLinearMethod <- cpu
 vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod <- cpu
     calls: process_weights_after_loading(layer)
 """
-"""without any of it no training runs, or none whose log-probs are sure to be right"""
+"""names that every training needs: if one is gone, no training runs, or its log-probs may be wrong"""
 OPTIONAL = """\
 # log-probs as lists of numbers
 vllm.logprobs <- replica
@@ -118,7 +118,8 @@ vllm.v1.outputs:LogprobsLists <- piecewise_scheduler
 vllm.v1.request:RequestStatus <- piecewise_scheduler
     has: FINISHED_ABORTED
 """
-"""what is left out where a name has gone, and tokens in pieces wherever the release is not tested"""
+"""names of the features in the headings: a feature is left out if one of its names is gone. An untested release never
+sends tokens in pieces."""
 UPSTREAM = ("verl", "vllm")
 
 
@@ -144,26 +145,26 @@ def entries(table: str) -> Iterator[Uses]:
 
 
 def check_vllm(config: DictConfig) -> Iterator[ConfigError]:
-    """Yield what an untested vLLM lacks, in one line; if nothing, say what the run does without."""
+    """Yield an error for the first name that an untested vLLM lacks, or print which features the run does without."""
     tolerance = releases.tolerance() if at(config, "rollout.name") == "vllm" else ""
     if not tolerance:
         return
     if first := next(lacks(entries(NEEDED)), None):
         remedy = f"install one of {', '.join(releases.TESTED)}"
-        yield ConfigError(f"vLLM {releases.vllm()} lacks what the recipe takes from it: {first}; {remedy}")
+        yield ConfigError(f"vLLM {releases.vllm()} lacks a name that the recipe needs: {first}; {remedy}")
     else:
         say(tolerance)
 
 
 def lacks(table: Iterable[Uses]) -> Iterator[str]:
-    """Yield a line for whatever upstream lacks, or cannot import."""
+    """Yield a line for each name of ``table`` that upstream lacks or that cannot be imported."""
     for uses in table:
         for each in tried(lambda uses=uses: missing(uses)):
             yield f"{uses.owner} (used in {', '.join(uses.by)}): {each}"
 
 
 def tried(look: Callable[[], list[str]]) -> list[str]:
-    """Return what ``look`` returns, or the error that it raises."""
+    """Return what ``look`` returns; if it raises, a list of the error in one line."""
     try:
         return look()
     except Exception as error:
@@ -187,7 +188,7 @@ def missing(uses: Uses) -> list[str]:
 
 @cache
 def found(owner: str) -> Any:
-    """Import the module, or the object ``module:Name``; a Ray actor's class is looked through."""
+    """Import the module, or the object ``module:Name``; for a Ray actor, return the class that it was made from."""
     module, _, name = owner.partition(":")
     thing = importlib.import_module(module)
     thing = getattr(thing, name) if name else thing
@@ -195,7 +196,7 @@ def found(owner: str) -> Any:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Return whether ``owner`` has it as a member, a field, or an attribute that it gives its instances."""
+    """Return whether ``owner`` has ``name``: a member, a field, or an attribute that its methods assign on ``self``."""
     if hasattr(owner, name):
         return True
     if not inspect.isclass(owner):
@@ -213,7 +214,7 @@ def _assigned(owner: type) -> set[str]:
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Parameters of a function, or of a method as its instances are called; without those that ``ray.remote`` adds."""
+    """Return the parameters that a caller fills: none of ``self``, ``cls`` and those that ``ray.remote`` adds."""
     taken = [p for p in inspect.signature(function).parameters.values() if not p.name.startswith("_ray_")]
     return taken[1:] if taken and taken[0].name in ("self", "cls") else taken
 
@@ -228,7 +229,7 @@ def refusal(function: Callable[..., Any], passed: str) -> str | None:
     try:
         inspect.Signature(taken).bind(*by_position, **dict.fromkeys(by_name))
     except TypeError as error:
-        return f"cannot be called so: {error}"
+        return f"cannot be called as the recipe does: {error}"
     # What goes through **kwargs, to the end of its module, must be looked for there by its name.
     through = set(by_name) - {p.name for p in taken}
     module: Any = inspect.getmodule(function)

@@ -118,8 +118,8 @@ class StepLog:
         """A line that says why the training ends after ``step``."""
         taken = discarded(self._discarded, step * self._settings.batch_groups, self._settings)
         return (
-            f"the data ends after step {step} of {self._total} (trainer.total_epochs={self._config.trainer.total_epochs}): "
-            f"dynamic sampling {taken}"
+            f"the training ends after step {step} of {self._total}, because the data has no more prompts "
+            f"(trainer.total_epochs={self._config.trainer.total_epochs}): dynamic sampling {taken}"
         )
 
     def end(self) -> None:

@@ -43,7 +43,7 @@ def choose_attention(config: DictConfig) -> None:
         )
         installed = NAME if packs else PADDED
         if problem and chosen == FLASH:
-            raise fail(f"{path}.{_ATTENTION}", chosen, f"{installed}, or null: {remedy}")
+            raise fail(f"{path}.{_ATTENTION}", chosen, f"must be {installed} or null unless you install it ({remedy})")
         if chosen == NAME and not OmegaConf.select(config, f"{path}.use_remove_padding"):
             raise fail(f"{path}.{_ATTENTION}", chosen, f"must be {PADDED} with {path}.use_remove_padding=False")
         # platform=cpu names the packed one for models of every kind.

@@ -131,8 +131,8 @@ class TrainerRun(_VerlsTrainer):
         self.total_training_steps = min(wanted, len(loader) * epochs)
         if self.total_training_steps < wanted:
             say(
-                f"the data ends after step {self.total_training_steps} of trainer.total_training_steps={wanted} "
-                f"(trainer.total_epochs={epochs})"
+                f"the training will end after step {self.total_training_steps} of trainer.total_training_steps={wanted}: "
+                f"the data has no more prompts (trainer.total_epochs={epochs})"
             )
         # The workers are made later: their learning rates decay to the last step that there is.
         for part in ("actor_rollout_ref.actor", "critic"):
