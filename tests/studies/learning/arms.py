@@ -143,7 +143,7 @@ ARMS = {
         *(_changed(_eta(eta), name) for eta in ETAS for name in ("uncorrected", "mask")),
         *(_changed(_eta(8), name) for name in ("recompute", "decay")),
         _changed(_eta(8), "mask", "decay"),
-        *(_less_pushed(arm, each) for arm in (_changed(_eta(8), "mask"), _DEFAULT) for each in Candidate),
+        *(_less_pushed(arm, each) for arm in (_eta(8), _changed(_eta(8), "mask"), _DEFAULT) for each in Candidate),
         _delayed(8),
         _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
