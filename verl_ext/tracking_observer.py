@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,14 @@ def finish(tracker: Any, error: BaseException | None = None) -> None:
     An error of a backend is printed, not raised, because the training is over.
     """
     backends, stopped = getattr(tracker, "logger", {}), getattr(error, "exit_code", None)
-    try:
-        if error is not None and _SWANLAB in backends:
-            # verl tells SwanLab nothing of a failure.
-            state = "crashed" if stopped is None else "aborted"
-            backends.pop(_SWANLAB).finish(state=state, error=f"{type(error).__name__}: {error}")
-        tracker.finish(exit_code=0 if error is None else stopped or 1)
-    except Exception as failure:
-        print(f"a tracker was not finished: {type(failure).__name__}: {failure}", file=sys.stderr)
+    ends = {"the trackers were": partial(tracker.finish, exit_code=0 if error is None else stopped or 1)}
+    if error is not None and _SWANLAB in backends:
+        # verl tells SwanLab nothing of a failure.
+        state = "crashed" if stopped is None else "aborted"
+        end = partial(backends.pop(_SWANLAB).finish, state=state, error=f"{type(error).__name__}: {error}")
+        ends = {"SwanLab was": end} | ends
+    for name, end in ends.items():
+        try:
+            end()
+        except Exception as failure:
+            print(f"{name} not finished: {type(failure).__name__}: {failure}", file=sys.stderr)

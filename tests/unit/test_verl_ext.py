@@ -175,9 +175,12 @@ def test_each_tracker_is_finished_once_with_the_trainings_exit_code(monkeypatch,
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with contextlib.suppress(RuntimeError, SystemExit), observed_tracking(lambda data, step: data):
         kept = tracking.Tracking("p", "e", ["wandb"])
+        kept.logger["swanlab"] = SimpleNamespace(finish=lambda **how: 1 / 0)
         if error:
             raise error
-    assert codes == [code] and "a tracker was not finished: ZeroDivisionError" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert codes == [code] and "the trackers were not finished: ZeroDivisionError" in said
+    assert ("SwanLab was not finished" in said) == bool(error), "one that fails leaves no other open"
     del kept
     assert codes == [code], "its destructor has nothing to do"
 
