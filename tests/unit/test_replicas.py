@@ -59,7 +59,7 @@ def test_death_that_cannot_be_survived_ends_the_wait_by_name(names, dead_with, v
     ("asked", "verb", "what"),
     [
         ({"hold_generation": hangs}, "hold", "holding vLLM replica a"),
-        ({"check_alive": OUT_OF_REACH}, "restart_dead", "looking after vLLM replica a"),
+        ({"check_alive": OUT_OF_REACH}, "restart_dead", "checking the health of vLLM replica a"),
     ],
 )
 def test_replica_that_does_not_answer_ends_the_wait_by_name(asked, verb, what):

@@ -260,7 +260,7 @@ def test_drift_is_warned_of_under_pr_and_a_nan_loss_in_both_arms(log_of, enable)
         log.extend({"training/global_step": step, KL: 1e-4}, step)
     log.extend({"training/global_step": 12, KL: 0.1, "actor/loss": nan}, 12)
     drift = [line for line in printed if "step 12 the policy has drifted" in line]
-    assert [f"{KL} 0.1000, 0.00010 by the median" in line for line in drift] == [True] * enable
+    assert [f"{KL} 0.1000, median of earlier steps 0.00010" in line for line in drift] == [True] * enable
     assert all("lr_scheduler_type=cosine" in line for line in drift)
     assert any("actor/loss nan" in line and "step 12" in line for line in printed)
 

@@ -215,7 +215,7 @@ def test_rounds_go_on_in_the_next_epoch_until_the_data_has_ended(buffer):
 def test_tensors_that_the_rows_would_not_have_are_refused_by_name():
     batch = batch_of((7, 5))
     batch.batch["routed_experts"] = torch.zeros(len(batch), 3, PROMPT + RESPONSE)
-    with pytest.raises(ValueError, match=r"trainer.use_v1=True the tensors routed_experts .*set it to False"):
+    with pytest.raises(ValueError, match=r"tensors routed_experts under trainer.use_v1=True; set trainer.use_v1=False"):
         rounds.rows_of(batch)
 
 

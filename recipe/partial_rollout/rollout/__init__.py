@@ -1,1 +1,1 @@
-"""The driver's half of a round: agent-loop manager, worker pool, replicas, weight sync, batch, metrics."""
+"""The driver's side of a run: prompt source, driver, worker guard, replicas, recorder, run files, stop signals."""

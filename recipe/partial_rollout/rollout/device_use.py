@@ -23,14 +23,14 @@ class DeviceUse:
     def __init__(self, sample: Callable[[], float], every_s: float = 0.5) -> None:
         self._sample, self._every_s = sample, every_s
         self._seen: deque[tuple[float, float]] = deque(maxlen=100_000)
-        """unix seconds and share; at the usual interval those of the last fourteen hours"""
+        """samples as (unix seconds, share); at the default interval of 0.5 s they cover the last fourteen hours"""
         threading.Thread(target=self._watch, name="device use", daemon=True).start()
 
     @classmethod
     def of_this_node(cls) -> DeviceUse | None:
-        """Sample the GPUs of this node. Return None if NVML or a GPU is missing, or if Ray has only some of them.
+        """Start sampling all GPUs of this node. Return None if NVML or a GPU is missing, or if Ray has only some GPUs.
 
-        Other jobs may run on the GPUs that Ray does not have.
+        Other jobs may run on the GPUs that Ray does not have, and NVML would count their kernels.
         """
         try:
             import pynvml

@@ -60,8 +60,8 @@ so that the manager knows every token::
                 driver    wait | trainer updates  | stage |load| wait |
                 manager                                  ^ begins v + 1
 
-A step ends in ``finish_step``, after the update. Whatever needs a finished step (the next batch, a checkpoint) fails
-before that; it never waits.
+A step ends in ``finish_step``, after the update. The next batch, the next weights and a checkpoint need a finished
+step. Requested earlier, they raise RuntimeError and do not wait.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from recipe.partial_rollout.waits import result_of
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
-"""for the manager's answer when the run has failed"""
+"""seconds that ``explain`` waits for the manager's tracebacks after the run has failed"""
 
 
 def connect(
@@ -122,10 +122,11 @@ def connect(
 
 
 def on_this_node(actor_class: Any) -> Any:
-    """Bind the Ray actor class ``actor_class`` to the driver's node, whose death ends the run in any case, and return it.
+    """Return the Ray actor class ``actor_class`` with options that place its actors on the driver's node, with 0 CPUs.
 
-    Ray notices a node's death some 15 s late, and may place an actor there until then.
-    No CPU is asked for: all of this node's may be taken, and the actor would wait for one.
+    The death of the driver's node ends the run in any case. On any other node an actor could be placed after that
+    node's death, which Ray notices some 15 s late. An actor that asks for a CPU would wait if all CPUs of the node are
+    taken.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return actor_class.options(num_cpus=0, scheduling_strategy=here)
@@ -138,7 +139,7 @@ class Driver:
         recorder: the run's recorder; it has the settings and replicas.
         source: gives the run's prompts.
         manager: handle of the manager actor.
-        store: holds the outputs of the groups taken.
+        store: Ray's object store, from which the outputs of a taken group are fetched.
         guard: supervises the agent-loop workers, which are connected to ``manager``.
     """
 
@@ -159,7 +160,7 @@ class Driver:
         self._version = -1
         """the newest that has begun"""
         self.exhausted = False
-        """whether the data has ended with fewer prompts left than a batch needs; known once a version has begun"""
+        """whether the data has ended with fewer prompts left than a batch needs; updated when a version begins"""
         self._batch: StepBatch | None = None
         """with the trainer, until ``finish_step``"""
         self._since = 0.0
@@ -221,7 +222,7 @@ class Driver:
             self._recorder.phase("hold", version, held_at)
 
     async def sleep_replicas(self) -> None:
-        """Colocated: let the replicas release device memory while the trainer has its batch."""
+        """Colocated: let the replicas release device memory while the trainer has its batch. Separate: do nothing."""
         if self._stops:
             await self._control.sleep()
 
@@ -280,7 +281,7 @@ class Driver:
             await self._guard.wait(offered, "offering prompts to the manager in the round")
 
     async def finish_step(self) -> None:
-        """Record the batch that the trainer has updated on. Colocated: afterwards the manager knows every token.
+        """Record the trainer's batch as trained. Colocated: first collect the tokens of the interrupted samples.
 
         Raises:
             RuntimeError: the trainer has no batch.
@@ -308,9 +309,10 @@ class Driver:
             raise RuntimeError(f"the batch of step {self._batch.step} is not trained: it is too early for {what}")
 
     async def explain(self, error: Exception) -> None:
-        """Add to ``error``, which ends the run, the tracebacks of what samples and tools raised, the first of each kind.
+        """Add tracebacks to ``error``, which ends the run: those of the first error of each kind in a sample or tool.
 
-        Their errors travel as one line. If the manager does not answer, nothing is added.
+        The manager keeps these tracebacks; other messages have only one line of an error. If the manager does not
+        answer, nothing is added.
         """
         with contextlib.suppress(Exception):
             answer = result_of(self._manager.first_errors.remote())
@@ -327,7 +329,9 @@ class Driver:
         }
 
     async def save(self, path: Path) -> None:
-        """Write the manager's state to ``path``, with every token decoded so far but those of unfinished conversations.
+        """Write the manager's state to ``path``, with all tokens decoded so far but those of unfinished conversations.
+
+        If the workers' gates are open (separate placement), the engines are interrupted first and resumed afterwards.
 
         Raises:
             RuntimeError: the batch that the trainer has is not trained.
@@ -354,13 +358,16 @@ class Driver:
             await self._begin_version(checkpoints.resumed_step, await self._wanted_prompts())
 
     async def _suspend(self) -> None:
-        """Stop without a batch: no sample can be claimed any more, and the manager knows everything decoded."""
+        """End the round without a batch, because the user asked to stop.
+
+        Afterwards no sample can be claimed, and the manager knows every decoded token.
+        """
         await self._guard.wait(self._manager.suspend.remote(), "suspending the round")
         await self._interrupt()
         await self._collect()
 
     async def _interrupt(self) -> None:
-        """Make the engines quiet; from then on the workers report what they had to leave unfinished."""
+        """Abort the running requests and close the workers' gates; the workers then report the unfinished turns."""
         # At once: while the replicas abort what runs, the gates keep the next calls back.
         stopping = asyncio.gather(self._control.interrupt(), self._guard.set_gate(open=False))
         await self._guard.wait(stopping, "interrupting the round", key=None)

@@ -46,7 +46,7 @@ T = TypeVar("T")
 LOOK_EVERY_S = 2.0
 """seconds between two questions to manager, workers, engines and trainers during a wait for the batch"""
 _WATCH_EVERY_S = 0.1
-"""seconds between two looks at the ``serve`` calls, which asks nobody"""
+"""seconds between two checks whether a ``serve`` call has ended; a check sends no request to the workers"""
 _LOG_S = 60.0
 """seconds between two lines about a round where there is no terminal"""
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Waits with deadlines; asks the workers, and replaces those that die.
+    """Waits with deadlines, sends requests to the workers, and replaces workers that die.
 
     Args:
         recorder: the run's recorder; it has the settings, replicas and slots.
@@ -85,9 +85,9 @@ class Guard:
         """workers replaced since the start of the run"""
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
         self._serving: list[Future[None] | None] = [None] * len(workers)
-        """of the ``serve`` calls; None for a worker that starts, or is gone for good"""
+        """future of each worker's ``serve`` call; None while a worker starts, and if it is lost and not replaced"""
         self._silent: dict[int, str] = {}
-        """why a worker was ended"""
+        """index of a worker that the guard killed, to the reason; removed once the worker is replaced"""
         self.open = False
         """whether workers may call the engines"""
 
@@ -120,7 +120,7 @@ class Guard:
     async def wait_batch(self, batch: Awaitable[T], step: int, began: float) -> T:
         """Wait for ``batch``, the manager's answer about the batch of ``step``, and return it.
 
-        ``began`` is the start of the round (``watch_round``).
+        ``began`` is the start of the round (``time.monotonic``).
 
         Raises:
             RolloutFailedError: a sample, worker, replica, trainer, reward function or the manager failed; the message
@@ -136,9 +136,10 @@ class Guard:
         return await self.wait(batch, "the round", None, looks)
 
     async def _watch_workers(self, what: str) -> NoReturn:
-        """Replace each worker whose ``serve`` ends during ``what``, for ever.
+        """Replace each worker whose ``serve`` ends during the wait ``what``; runs until it is cancelled.
 
-        Nothing ends the wait in the middle of it: half a replacement would be worse than a late answer.
+        A replacement is always completed, even if the wait ends meanwhile: half a replacement would be worse than a
+        late answer.
         """
         while True:
             for i, serving in enumerate(self._serving):
@@ -147,10 +148,12 @@ class Guard:
             await asyncio.sleep(_WATCH_EVERY_S)
 
     async def _watch_trainer(self, rank: int, trainer: Any) -> NoReturn:
-        """Ask a trainer for a sign of life, for ever: in all other phases the driver awaits its answers.
+        """Check again and again that a trainer lives. Runs until it is cancelled.
+
+        Only the wait for the batch needs this check: in all other phases the driver awaits an answer of the trainer.
 
         Raises:
-            RolloutFailedError: it died.
+            RolloutFailedError: the trainer died.
         """
         while True:
             try:
@@ -162,11 +165,11 @@ class Guard:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _look(self, decoded: bool) -> RoundProgress:
-        """Ask manager and workers for a sign of life; a worker that gives none is ended.
+        """Check that manager and workers answer, and return the manager's progress. Kill a worker that does not answer.
 
         Args:
-            decoded: whether engines have made tokens: a sample of 60,000 tokens may report nothing for longer than
-                ``deadlines.stall_s``, and is no stall.
+            decoded: whether engines have made tokens since the last call. Then the manager counts no stall: a sample of
+                60,000 tokens may report nothing for longer than ``deadlines.stall_s``.
         """
         asking, deadline_s = self._manager.progress.remote(decoded), self._deadlines.interrupt_s
         progress = await wait(asking, deadline_s, "asking the manager actor how far the round is", "interrupt_s")
@@ -188,14 +191,20 @@ class Guard:
         self._serve(i)
 
     def _serve(self, i: int) -> None:
-        """Await ``serve``, once in a worker's life: each await of a Ray reference that goes on leaves a future behind."""
+        """Call ``serve`` of worker ``i``, and keep its future.
+
+        Only a lost connection repeats the call: each await of the same Ray reference would leave another future behind.
+        """
         self._serving[i] = self._workers[i].serve.remote().future()
 
     async def _replace(self, i: int, serving: Future[None], what: str) -> None:
         """Replace worker ``i``, whose ``serve`` has ended during ``what``.
 
+        A worker that Ray only lost its connection to is kept. After a stop signal a dead worker is not replaced.
+
         Raises:
-            RolloutFailedError: it failed, or a worker was lost once too often.
+            RolloutFailedError: ``serve`` raised an error of its own, or ``failures.worker_restarts`` workers had been
+                replaced before.
         """
         name, error = self._names[i], serving.exception()
         if is_out_of_reach(error) and await self._answer(i, "__ray_ready__"):
@@ -232,7 +241,7 @@ class Guard:
         return await wait(self._manager.release_worker.remote(worker), self._deadlines.interrupt_s, what, "interrupt_s")
 
     async def follow_lengths(self, calls: Sequence[EngineCall]) -> None:
-        """Fit the slots to the ``calls`` of a step. Samples that are granted keep theirs."""
+        """Adjust the number of slots to the context lengths in a step's ``calls``. Samples that hold a slot keep it."""
         if self._recorder.slots.update(calls):
             resizing = self._manager.resize_workers.remote(self._recorder.slots.of_a_worker(len(self._workers)))
             await self.wait(resizing, "telling the manager of the workers' slots")
@@ -245,10 +254,10 @@ class Guard:
         await self.ask("open_round" if open else "close_round")
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """Have every serving worker run ``verb``, and return the answers. Call it within a guarded wait.
+        """Call the method ``verb`` of every serving worker, and return the answers. Call ``ask`` within a guarded wait.
 
-        A worker may be asked twice, so ``verb`` must bear a repetition. A worker that does not answer within
-        ``deadlines.interrupt_s`` is killed, and then replaced. A worker that is starting is not asked.
+        A call may be repeated, so ``verb`` must be idempotent. A worker that does not answer within
+        ``deadlines.interrupt_s`` is killed, and then replaced. A worker that is starting is not called.
         """
         serving = [i for i, each in enumerate(self._serving) if each is not None]
         found = await asyncio.gather(*[self._answer(i, verb, *args) for i in serving])
@@ -324,7 +333,9 @@ def round_line(
     load: ReplicaLoad,
     tokens_per_s: float | None,
 ) -> str:
-    """An open round at one moment; what is None or empty did not answer (noPR has no manager).
+    """Return the line that shows a round in progress. Parts without a value are left out.
+
+    ``progress`` is None under noPR, ``load`` is empty if no replica answers, ``tokens_per_s`` is None if unknown.
 
     >>> round_line(7, 143.2, 64, RoundProgress(37, 240, 2), {"a": (118, 0), "b": (122, 0)}, 5310.4)
     'step 7 | 37 of 64 groups ready | running 118 + 122 | 5,310 tok/s | oldest 2 versions | 143 s'

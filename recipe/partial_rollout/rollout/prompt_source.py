@@ -1,7 +1,7 @@
 """The training data as a stream of prompts, in the order and the epochs of verl's own dataloader.
 
-Rows come from the same ``StatefulDataLoader`` that noPR iterates, so both arms see the same prompts in the same order. As
-there, rows that do not fill the last batch of an epoch are left out of that epoch.
+Rows come from the same ``StatefulDataLoader`` that noPR iterates, so PR and noPR see the same prompts in the same
+order. Both leave out the rows that do not fill the last batch of an epoch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TrainingSteps:
     def offered(self, settings: PartialRolloutConfig) -> int:
         """Return the number of steps for which prompts are admitted.
 
-        With ``drain`` and without dynamic sampling these are the steps of the training. Otherwise they are all steps of the
-        data: without ``drain`` new groups start until the end, and dynamic sampling consumes more prompts than it trains.
-        The manager bounds what is trained.
+        With ``drain`` and without dynamic sampling this is ``last``. Otherwise it is ``per_epoch * epochs``, all the
+        data: without ``drain`` new groups start until the end, and dynamic sampling consumes more prompts than it
+        trains. The manager limits how many groups are trained.
         """
         return self.last if settings.drain and settings.group_filter is None else self.per_epoch * self.epochs
 
@@ -58,7 +58,7 @@ class PromptSource:
 
     @property
     def left(self) -> int:
-        """Number of prompts not handed out yet."""
+        """Number of prompts that the training still needs and that are not handed out yet."""
         # By position: rows that were read ahead are not handed out yet.
         an_epochs = len(self._loader) * (self._loader.batch_size or 1)
         return max(0, self._total - self._epoch * an_epochs - self._position)
@@ -71,7 +71,8 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: epoch, rows handed out, rows read ahead, and the loader's own state.
 
-        A loader that has not started yet is saved without a state: that of an exhausted one would end the next epoch.
+        Between two epochs the loader's state is None. The state of an exhausted loader, once loaded, would give an
+        empty epoch.
         """
         return {
             "epoch": self._epoch,
@@ -113,7 +114,7 @@ _TENSOR = "tensor of"
 
 
 def without_tensors(state: Any) -> Any:
-    """``state`` with its tensors as arrays, because a checkpoint holds nothing that only torch can read."""
+    """Return ``state`` with each tensor as a marked numpy array, so that a checkpoint can be read without torch."""
     return tree_map(lambda leaf: {_TENSOR: leaf.numpy()} if isinstance(leaf, torch.Tensor) else leaf, state)
 
 

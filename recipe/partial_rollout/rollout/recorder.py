@@ -36,9 +36,10 @@ class StepBatch:
 
     step: int
     ready: ReadyBatch
-    """with its groups' outputs"""
+    """the batch, with the outputs of its groups fetched from Ray's object store"""
     since: float
-    """colocated: when the trainer requested it; separate: when the batch before was taken"""
+    """start of the round. Colocated: the trainer requested the batch. Separate: the previous batch was taken; for
+    the first batch, the engines began to run"""
     opened_at: float
     """when workers could call the engines; separate: when the trainer requested it"""
     until: float
@@ -60,10 +61,14 @@ class StepBatch:
 
 
 def report_failed(errors: Sequence[str], samples: int, max_masked_fraction: float, *, validate: bool = False) -> None:
-    """Say how many of a batch's ``samples`` (a number) failed for good, with one of their ``errors``.
+    """Warn how many of the ``samples`` (a number) of a batch failed after all retries, and show one of their errors.
+
+    Args:
+        errors: one per failed sample.
+        validate: whether the samples are a validation's.
 
     Raises:
-        RolloutFailedError: they are too many.
+        RolloutFailedError: more than ``max_masked_fraction`` of the samples failed.
     """
     what, fate = ("validation", "are left out of the means") if validate else ("batch", "are masked")
     if len(errors) > max_masked_fraction * samples:
@@ -76,7 +81,7 @@ def report_failed(errors: Sequence[str], samples: int, max_masked_fraction: floa
 
 
 class Recorder:
-    """Records a run, of either arm.
+    """Records a run, under PR or noPR.
 
     Args:
         settings: the run's settings.
@@ -106,7 +111,7 @@ class Recorder:
         self.metrics[f"timing/{name}_s"] = end - start
 
     def round(self, round_: Round) -> None:
-        """Record ``round_``, of either arm, and the metrics that both arms have of it."""
+        """Record ``round_``, and those of its metrics that PR and noPR share."""
         self.log.round(round_)
         full = min(self.settings.batch_samples, self.slots.total)
         self.metrics |= {
@@ -219,7 +224,8 @@ def phase_metrics(phase: RolloutPhase, full: int, *, goes_on: bool = False) -> d
 
     Args:
         full: calls that could run at once: the slots of the engines, or the samples of a batch if those are fewer.
-        goes_on: engine calls go on after the phase (separate placement). All figures then count only calls that ended.
+        goes_on: engine calls go on after the phase (separate placement). A call then counts in the phase in which it
+            ends, with all its tokens and seconds.
     """
     bubble = bubble_of_ended(phase, full) if goes_on else bubble_fraction([phase], full)
     rate = phase.decoded_tokens / phase.seconds if phase.seconds > 0 else 0.0

@@ -4,20 +4,21 @@ Interruption is ``abort_all_requests`` on all replicas at once: each closes its 
 tokens come back to the callers), waits until the engine is quiet and drops the caches of the old weights. Requests that
 still arrive are refused, not parked, so nothing of a round is queued at a replica between rounds.
 
-A hold freezes the requests in the engines instead, and they go on with the resumption (``engine/hold``).
+A hold freezes the requests in the engines instead; ``resume`` lets them go on (``engine/hold``).
 
-How many samples run at once on a replica: no more than its seats, and no more than its KV cache holds.
+A replica runs no more samples at once than it has seats, and no more than its KV cache holds.
 
 Slots beyond the KV cache do not speed a replica up: vLLM preempts the samples that were dispatched last and prefills
 their contexts again and again. In the planner's simulation (Qwen3-4B on H20, 32 groups of 8 a step, 512 in flight on one
 replica; lognormal lengths with median 3,000, mean 3,600, cap 18,384) 512 slots cost 1,154 preemptions a round and reach
-2,362 tokens/s; the rule below has 22 preemptions and reaches 2,772, the best fixed number 2,743. With lengths near their
-cap (mean 6,800 of 8,192) the figures are 1,364 and 2,155 against 29 and 2,476.
+2,362 tokens/s. The rule below has 22 preemptions and reaches 2,772 tokens/s; the best fixed number of slots reaches
+2,743. With lengths near their cap (mean 6,800 of 8,192) 512 slots have 1,364 preemptions and 2,155 tokens/s, the rule
+29 and 2,476.
 
-Before anything is decoded, a sample counts as ``prompt_length + response_length / 2`` tokens, which it holds on average
-if all samples reach their cap. Kept for the whole run, that would cost a quarter of the speed if lengths have a tail
-(2,119 tokens/s). So after the first round a sample counts as the context measured while decoding, and the slots fill
-``KV_SHARE`` of the cache: of .7, .8 and .9 the largest without many preemptions (.9: 144 a round, no faster).
+The rule: in the first round a sample counts as ``prompt_length + response_length / 2`` tokens, its mean context if all
+samples reach their cap. This estimate for the whole run would cost a quarter of the speed if lengths have a tail
+(2,119 tokens/s). So after the first round a sample counts as the mean context measured while decoding, and the slots
+fill ``KV_SHARE`` of the cache: of .7, .8 and .9 the largest without many preemptions (.9: 144 a round, no faster).
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ logger = logging.getLogger(__name__)
 class ServerControl:
     """Interrupts, holds, resumes and restarts a set of replicas.
 
-    A replica whose death a request to all of them notices is left out from then on. Each worker moves its samples to the
-    others. ``restart_dead`` brings it back before the next weight sync, which gives it the
-    trainer's weights. So every request to all replicas must go through here, including those of verl's ``fit``.
+    A replica that a request finds dead is left out from then on, and each worker moves its samples to the others.
+    ``restart_dead`` brings the replica back before the next weight sync, which gives it the trainer's weights. So every
+    request to all replicas must go through here, including those of verl's ``fit``.
 
     Args:
         replicas: as ``engine/replica`` makes them.
-        deadline_s: seconds for any request to all of them.
+        deadline_s: seconds that a replica has to answer any request except a restart.
         restarts: replica restarts allowed over the whole run.
     """
 
@@ -67,7 +68,7 @@ class ServerControl:
 
     @property
     def addresses(self) -> list[str]:
-        """Server ids, in replica order."""
+        """Addresses of all replicas, dead ones included, in replica order."""
         return [replica.server_address for replica in self._replicas]
 
     @property
@@ -83,7 +84,7 @@ class ServerControl:
         """Abort every running request; afterwards all replicas are quiet.
 
         Raises:
-            InfraError: no replica is alive; so do the others.
+            InfraError: no replica is alive. Every other request except ``load`` raises it too.
         """
         await self._all("interrupting", lambda replica: replica.abort_all_requests(reject_request=True))
 
@@ -130,9 +131,9 @@ class ServerControl:
         A replica may have died since its last answer, so all are asked first.
 
         Raises:
-            InfraError: one died once too often, or none is alive.
+            InfraError: a replica is dead and ``failures.replica_restarts`` is used up, or none is alive.
         """
-        await self._all("looking after", lambda replica: replica.check_alive())
+        await self._all("checking the health of", lambda replica: replica.check_alive())
         dead, self._dead = self._dead, []
         for replica in dead:
             address = replica.server_address
@@ -174,7 +175,7 @@ class ServerControl:
 
 
 def _asking(verb: str) -> Callable[[Any], Awaitable[Any]]:
-    """Return what asks a replica's server ``verb``."""
+    """Return a function that calls the method ``verb`` of a replica's server."""
     return lambda replica: result_of(getattr(replica.server_handle, verb).remote())
 
 
@@ -235,7 +236,7 @@ class ReplicaSlots:
         )
 
     def update(self, calls: Iterable[EngineCall]) -> bool:
-        """Adjust the slots to the calls of a step; returns whether they changed, which a line says."""
+        """Adjust the number of slots to the engine calls of a step. Print a line and return True if it changed."""
         if self._given or self._kv_tokens is None:
             return False
         decoded = [(call.tokens, call.context_tokens + call.tokens / 2) for call in calls if call.context_tokens]

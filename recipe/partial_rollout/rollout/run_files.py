@@ -35,7 +35,7 @@ class RunFiles:
         self.directory = checkpoints.run_dir
         self.trains = trains
         self.completed_step = checkpoints.resumed_step
-        """the last step whose batch is trained; a checkpoint is of this step"""
+        """the last step whose batch is trained; a checkpoint that is saved now gets this number"""
 
     @property
     def metrics(self) -> Path:
@@ -43,10 +43,12 @@ class RunFiles:
         return Path(os.environ.get(METRICS_PATH) or self.directory / METRICS)
 
     def begin(self) -> None:
-        """Record what the run resumes from, and set aside what that supersedes; call it before any other record is made.
+        """Record the checkpoint that the run resumes, and set aside the files that it supersedes.
 
-        A run that goes on keeps its records, without metrics beyond the resumed step: in the log the resume undoes them.
-        One that goes on from another run's checkpoint takes that run's records along.
+        Call it before any other record is written. A run that continues in its directory keeps its records, but the
+        metrics of steps after the resumed one are removed. Its log keeps these steps: a reader drops them, because the
+        next process logs the step that it resumed. A run that resumes another run's checkpoint gets a copy of that
+        run's log and metrics.
         """
         if not self.trains:
             return
@@ -82,8 +84,8 @@ class RunFiles:
         """Open the run's log.
 
         Args:
-            settings: its first event.
-            replicas: server ids, in replica order.
+            settings: the first event of the log.
+            replicas: addresses, in replica order.
         """
         directory = self.directory
         if not self.trains:
@@ -93,7 +95,7 @@ class RunFiles:
 
 
 def _copy(files: dict[Path, Path]) -> None:
-    """Copy each key of ``files`` that exists to its value. A copy can be written even if its original is read-only."""
+    """Copy each key of ``files`` that exists to its value, without its file mode: each copy is writable."""
     for old, new in files.items():
         if old.exists():
             shutil.copyfile(old, new)

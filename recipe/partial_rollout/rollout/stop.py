@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP: a start ends where it is; the training stops at a point where nothing is lost."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a start ends at once, a training stops at a safe point."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LOOK_EVERY_S = 0.2
 _SAME_ORDER_S = 5.0
-"""seconds in which a further SIGTERM or SIGHUP repeats the first signal: a scheduler may signal the trainer and its batch
-script, which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
+"""seconds after a signal in which SIGTERM and SIGHUP are ignored as its repetition: a scheduler may signal the trainer
+and its batch script, which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
 
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
@@ -41,9 +41,10 @@ class StopSignals:
 
     A signal raises ``KeyboardInterrupt`` in the main thread. Within ``caught`` the first signal is only remembered, and a
     second one raises. Within ``behind`` the first signal raises at the end of the block. A SIGTERM or SIGHUP within five
-    seconds of the last signal is ignored, because a scheduler may send it twice.
+    seconds after the last signal is ignored, because a scheduler may send it twice.
 
-    Not ``SystemExit``: on that Ray aborts with a stack dump, but it passes a ``KeyboardInterrupt`` on from its waits.
+    A signal does not raise ``SystemExit``, because Ray then aborts with a stack dump. Ray's waits let a
+    ``KeyboardInterrupt`` through.
     """
 
     _of_process: ClassVar[StopSignals | None] = None
@@ -65,9 +66,9 @@ class StopSignals:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """While entered, the signals are ours, whatever handlers Ray and SwanLab set. Main thread only.
+        """While entered, handle the signals here, and ignore the handlers that Ray and SwanLab set. Main thread only.
 
-        SIGHUP stays ignored where it is, as under nohup.
+        A SIGHUP that is ignored before, as under nohup, stays ignored.
         """
         self._set_handler = set_handler = signal.signal
         self._ours = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
@@ -90,10 +91,10 @@ class StopSignals:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """While entered, the first signal waits for the end.
+        """While entered, delay the first signal: it raises ``KeyboardInterrupt`` at the end of the block.
 
-        For ``ray.init``: it forks, where Python swallows an exception of a handler, and it installs a handler of SIGTERM
-        below Python's, which dumps the stack.
+        ``ray.init`` needs this. It forks, and during a fork Python swallows an exception that a handler raises. It also
+        installs a SIGTERM handler below Python's, which dumps the stack; the block's end sets the handlers here again.
         """
         self._waits = True
         try:
@@ -108,10 +109,10 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """While entered, the first signal is remembered instead of obeyed. Main thread only.
+        """While entered, remember the first signal instead of raising. Main thread only.
 
         Raises:
-            StopTraining: one has come before, and a library has swallowed the ``KeyboardInterrupt``.
+            StopTraining: on entry, if a signal has come before and a library has swallowed its ``KeyboardInterrupt``.
         """
         with nullcontext() if StopSignals._of_process is self else self.in_force():
             self.check()
@@ -144,7 +145,7 @@ class StopSignals:
         )
 
     def _end_within(self) -> None:
-        """End the process in any case: Ray's shutdown may take long, and a library may swallow what was raised."""
+        """Kill the process after ``_END_WITHIN_S``: Ray may hang, or a library swallow the ``KeyboardInterrupt``."""
         if self._too_late is None:
             self._too_late = threading.Timer(_END_WITHIN_S, self.end)
             # It must not keep a process alive that ends in time.
@@ -152,7 +153,7 @@ class StopSignals:
             self._too_late.start()
 
     def end(self) -> NoReturn:
-        """End the process in one line, as the last signal asks. Threads, as those of a download, would outlive a return."""
+        """Print one line, and exit with the last signal's code. A normal exit would wait for running threads."""
         number = self._number or signal.SIGINT
         # Without the lock that a thread at work may hold.
         print(f"training stopped by {signal.Signals(number).name}", file=bars(), flush=True)
@@ -170,20 +171,22 @@ class StopSignals:
             raise StopTraining(self._number)
 
     async def watch(self) -> NoReturn:
-        """Look for a signal, for ever: a handler cannot wake an event loop that Ray's driver runs one call at a time.
+        """Check for a signal again and again; runs until it is cancelled.
+
+        A signal handler cannot wake the driver's event loop, so the loop has to look itself.
 
         Raises:
-            StopTraining: one has come.
+            StopTraining: a signal has come.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.check()
 
     async def grace(self) -> NoReturn:
-        """Wait for a signal, and ten seconds more; a watch of a wait for an agent-loop worker.
+        """Wait for a signal, and then ``_GRACE_S`` seconds. The guard runs it beside each wait for a worker's answer.
 
         Raises:
-            NoAnswerError: they are over.
+            NoAnswerError: the seconds after the signal have passed.
         """
         while not self.requested:
             await asyncio.sleep(_LOOK_EVERY_S)

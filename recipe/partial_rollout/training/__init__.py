@@ -1,1 +1,1 @@
-"""The driver around verl's ``fit``: trainer, loss, correction, the line printed for each step."""
+"""The trainers around verl's ``fit``, and their parts: batch, loss, weight transfer, rewards, the log of each step."""

@@ -1,8 +1,8 @@
-"""verl's agent-loop manager for both arms: noPR's records its rounds, PR's takes its batches from the driver.
+"""verl's agent-loop manager for PR and noPR. noPR's also records its rounds; PR's takes its batches from the driver.
 
 PR's finished groups become verl's ``DataProto`` here; padding happens here and nowhere earlier. A sample has one row, or as
-many as its agent loop returned outputs (v1). The batch contract (B = rows of all samples, P = rollout.prompt_length,
-R = rollout.response_length):
+many as its agent loop returned outputs (v1). The batch contract, with B = number of rows, P = rollout.prompt_length and
+R = rollout.response_length:
 
 ================== ========= ======= ==========================================================================
 tensor             shape     dtype   content
@@ -12,18 +12,18 @@ responses          [B, R]    int64   right-padded, generated and tool tokens
 response_mask      [B, R]    int64   1 where the model generated the token
 input_ids          [B, P+R]  int64   prompts then responses
 attention_mask     [B, P+R]  int64   1 where there is a token
-position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``; of a model that sees: [B, 4, P+R]
+position_ids       [B, P+R]  int64   as verl's ``compute_position_id_with_mask``; of a vision model: [B, 4, P+R]
 rollout_log_probs  [B, R]    float32 under the version that sampled each token; 0 elsewhere
 rollout_versions   [B, R]    int32   policy version of each generated token; -1 elsewhere
 rm_scores          [B, R]    float32 the score at the last generated token (absent when a reward model scores later)
 ================== ========= ======= ==========================================================================
 
 Non-tensor fields: the columns of the dataset row that score a sample (all columns, when a reward model scores later),
-``uid`` (the slot's, so that verl's advantage estimators group by it), ``__num_turns__``, ``multi_modal_inputs`` (what
-``batch_images`` makes of a row's images; empty where it shows none), the reward's extra information, the agent loop's extra
-fields, and ``__row__`` where a sample has several rows (number of each in its sample, from 0).
-Rows of a group, and those of a sample, are adjacent. verl's trainer reads everything but ``rollout_versions``, which is for
-metrics and losses, and ``__row__``.
+``uid`` (of verl's placeholder, equal for the samples of a group: verl's advantage estimators group by it),
+``__num_turns__``, ``multi_modal_inputs`` (a row's images as ``batch_images`` prepares them; empty without images), the
+reward's extra information, the agent loop's extra fields, and, if a sample has several rows, ``__row__`` (the row's
+number in its sample, from 0). Rows of a group, and those of a sample, are adjacent. verl's trainer reads all fields
+except ``rollout_versions``, which is for metrics and losses, and ``__row__``.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
-"""columns of the dataset that verl's trainer gets of a scored sample; others may have the name of a column of its own"""
+"""dataset columns that the batch keeps of a scored sample; other columns could collide with a name that verl uses"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):
-    """noPR: verl's manager and workers make the batches; the rounds are recorded.
+    """noPR: verl's manager and workers make the batches, and each round is recorded.
 
-    verl constructs it before the trainer has the parts of the run; ``connect`` brings them.
+    verl constructs this manager before the trainer has a recorder and the other parts of the run. ``connect`` sets
+    them.
     """
 
     worker_class: type[ObservedAgentLoopWorker] = ObservedAgentLoopWorker
@@ -144,10 +145,12 @@ class ObservedAgentLoopManager(AgentLoopManager):
         return tuple(call for calls in lists for call in calls)
 
     def _leave_out_failed(self, output: DataProto) -> None:
-        """Count and name the samples of a validation that failed; no mean counts them.
+        """Warn of the failed samples of a validation, and add their number to the metrics.
+
+        Their score is nan, which the means of a validation leave out (``reward_info.averaged``).
 
         Raises:
-            RolloutFailedError: they are too many.
+            RolloutFailedError: more than ``failures.max_masked_fraction`` of the samples failed.
         """
         # A colocated reward model scores this batch later, and must know that it is a validation's.
         output.meta_info["validate"] = True
@@ -189,7 +192,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
 
 
 class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
-    """PR: the driver's groups fill verl's empty batch slots; validation is verl's own, observed."""
+    """PR: the driver's groups take the place of verl's placeholders. Validation runs as under noPR."""
 
     worker_class = PartialRolloutAgentLoopWorker
     client_class = PartialRolloutLLMClient
@@ -202,7 +205,7 @@ class PartialRolloutAgentLoopManager(ObservedAgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Return verl's own validation, or the driver's next batch, whose row i belongs to slot i // rollout.n."""
+        """Return verl's validation, or the driver's next batch: sample i belongs to placeholder i // rollout.n."""
         if prompts.meta_info.get("validate", False):
             return await super().generate_sequences(prompts)
         step = int(prompts.meta_info["global_steps"])
@@ -267,7 +270,12 @@ def _tensors(outputs: Sequence[SampleOutput], prompt_length: int, response_lengt
 def _non_tensors(
     samples: Sequence[tuple[str, dict[str, Any], SampleOutput]], *, scored: bool
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the columns of ``samples``, and the names of the columns that the rewards gave."""
+    """Return the non-tensor columns of ``samples``, and the names of those that come from the rewards.
+
+    Args:
+        samples: (uid, dataset row, output) of each row of the batch.
+        scored: whether every row has its score; otherwise all columns of the dataset are kept.
+    """
     uids, rows, outputs = zip(*samples, strict=True)
     infos = info_columns([output.reward_extra_info for output in outputs])
     # A reward model that scores the batch may write into a sample's row, which is its own.
@@ -284,10 +292,11 @@ def _non_tensors(
 
 
 def _fitted(outputs: Sequence[SampleOutput], response_length: int) -> tuple[SampleOutput, ...]:
-    """Give masked ``outputs`` of a group a sibling's prompt, and cut them to the width of the batch.
+    """Give masked ``outputs`` of a group a sibling's prompt, and cut their responses to ``response_length`` tokens.
 
-    The turns of a sample that failed may have made more tokens than a response holds. A prompt that shows images is no
-    other sample's: it would bring their tokens, and no pixels.
+    A failed sample may have more tokens than a response holds. A sibling's prompt with images is not used, because it
+    has tokens of images whose pixels the masked sample lacks. If no sibling's prompt can be used, the prompt is one
+    token 0.
     """
     prompts = (output.prompt_ids for output in outputs if not (output.masked or output.images))
     prompt = next(prompts, np.zeros(1, np.int32))
@@ -306,7 +315,7 @@ def assemble_batch(
     """Make the training batch of ``groups``, in their order.
 
     Args:
-        slot_uids: one per group, as verl's ``fit`` named its slots.
+        slot_uids: one per group, the uids that verl's ``fit`` gave its placeholders.
         prompt_length: P, tokens. response_length: R, tokens. pad_id: token id of the padding.
     """
     samples = [

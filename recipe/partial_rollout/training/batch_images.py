@@ -1,7 +1,8 @@
-"""Images in a batch of partial rollout: made again from the rows, once for all siblings that show the same.
+"""Images of a PR batch: pixels are made from the dataset rows, once for all siblings that show them.
 
-verl's workers bring pixels with every sample. Here siblings share one dictionary, and what is pickled together has its
-tensors once: a batch of 16 prompts with 8 samples each is an eighth of noPR's, in the driver and on its way to the trainer.
+verl's workers send pixels with every sample. Here siblings share one dictionary, and pickle stores a shared tensor
+once. With 8 samples a prompt, the pixels of a batch take an eighth of noPR's memory, in the driver and on the way to
+the trainer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ async def add_images(batch: DataProto, groups: Sequence[TakenGroup], pictures: P
 
 
 async def _of_group(group: TakenGroup, ids: torch.Tensor, pictures: Pictures) -> list[dict[str, Any]]:
-    """Inputs of each row of ``group``, whose tokens are the first of ``ids``; the same object for the same images."""
+    """Return the image inputs of each row of ``group``. Rows with the same images get the same dictionary.
+
+    Args:
+        ids: input ids of the batch from the group's first row on, [rows, P+R].
+    """
     own = await pictures.of_row(group.row) if any(output.images for output in group.rows) else []
     made: dict[tuple[int | bytes, ...], dict[str, Any]] = {}
     for output, row in zip(group.rows, ids.split(1), strict=False):

@@ -8,16 +8,17 @@ generated token, with ``r = pi_theta / pi_prox`` and ``w = pi_prox / pi_behav``:
 ``w`` is the ``rollout_is_weights`` of verl's rollout correction, capped or masked there (``rollout_is_threshold``: one
 number caps, ``lower_upper`` zeroes what is outside). verl's other losses take the same weights.
 
-``corrected_ppo_loss`` is the worker's loss function: it takes the proximal policy from the update's own forward pass where
-that gives it, masks what is outside the trust region, then calls verl's ``ppo_loss``. Where weights are asked for and there
-are none it raises: it never trains uncorrected.
+``corrected_ppo_loss`` is the worker's loss function. It takes ``pi_prox`` from the update's own forward pass where
+``needs_pass`` allows it, masks the tokens outside the trust region, then calls verl's ``ppo_loss``. If the config asks
+for weights and the batch has none, it raises: it never trains uncorrected.
 
 **The proximal policy.** Where a batch is trained in one update, the update's forward pass runs on the weights before it:
 the loss has the log-probs of ``pi_prox``, and verl's pass over the batch computes them a second time. That pass is left
-out if nothing else needs it, except in step 1 and every tenth after it: these log what only the pass gives, and the
-difference that it makes, ``proximal/error``. In a step without the pass verl is in its ``bypass_mode``: it takes the
-behaviour log-probs for the proximal ones and derives no metrics from them. The loss gives those that the recipe reads,
-under verl's names. The entropy, another run over the logits, is among them only where it is in the loss.
+out if nothing else needs it, except in step 1 and every tenth after it. Those steps log verl's metrics of the pass, and
+``proximal/error``, the mean absolute difference of the two log-probs. In a step without the pass verl is in its
+``bypass_mode``: it takes the behaviour log-probs for the proximal ones and derives no metrics from them. The loss then
+logs the metrics that the recipe reads, under verl's names. Entropy, which costs another run over the logits, is logged
+only if the loss has it.
 
 **The region.** With one update a batch ``r`` is 1, the clip never acts, and nothing limits ``rho = pi_theta / pi_behav``. A
 region does. With the advantage ``A`` and the bounds ``low`` and ``high``, a token is outside if ``rho > 1 + high`` and
@@ -55,9 +56,9 @@ from verl_ext.behaviour_weights import weights_alone
 VERSION = "partial_rollout_version"
 """non-tensor datum of a batch: the policy version of the weights before its update"""
 ROUTER_REPLAY = "actor.megatron.router_replay.mode"
-"""verl's key of ``actor_rollout_ref``, without that: whose routes the experts of an update take"""
+"""verl's key below ``actor_rollout_ref``: source of the expert routes of an update"""
 REPORTED_AS = "actor/logged/"
-"""before the names under which the loss's metrics are logged; verl would otherwise put its own ``actor/`` there"""
+"""prefix of the loss's metrics, which ``logged`` removes; verl would add ``actor/`` to a name without it"""
 
 # Means over the tokens of which the trainer logs a ratio.
 WEIGHT_MEAN, WEIGHT_SQUARE = "rollout_corr/rollout_is_mean", "weight_square"
@@ -66,7 +67,7 @@ KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
 NO_DUAL_CLIP = 1e9
 """``clip_ratio_c`` that bounds nothing: ratios reach e^20, where verl clamps them"""
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
-"""tensors [B, R] that the loss reads; without the weights where it makes them, or there are none"""
+"""tensors [B, R] that the loss reads; ``rollout_is_weights`` may be absent: the loss makes them, or the run has none"""
 
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -173,7 +174,7 @@ def corrected_ppo_loss(
 
 
 def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the parts of the masked tokens [B, R], by the names under which they are reported."""
+    """Return ``masked_parts`` under the names of their metrics."""
     return {
         f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()
     }
@@ -244,10 +245,10 @@ class BehaviourRegion:
 
     @classmethod
     def of(cls, settings: PartialRolloutConfig, actor: DictConfig) -> BehaviourRegion | None:
-        """The region that the settings ask for, None for none; ``actor`` is verl's, checked.
+        """Return the region that the settings ask for, or None; ``actor`` is verl's checked config of the actor.
 
-        ``auto`` is none for a sequence-level loss: its clip bounds of 3e-4, made for the single update that it starts from,
-        would mask almost everything that is stale.
+        ``auto`` means none without a correction, and none for a sequence-level loss. The clip bounds of such a
+        loss, 3e-4, are made for ratios to the weights before the update, and would mask almost every stale sequence.
         """
         per_sequence = actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES
         auto = settings.correction is not Correction.NONE and not per_sequence
@@ -276,11 +277,11 @@ class BehaviourRegion:
 
 
 def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Metrics of the masked tokens, each [B, R] bool: all, those of a negative advantage, the youngest and the old.
+    """Return metrics of the masked tokens, each [B, R] bool: all, advantage at most 0, age 0, and age 2 or more.
 
     Args:
         outside: [B, R] bool. advantages: [B, R].
-        age: [B, R] int, versions between a token and the weights before the update.
+        age: [B, R] int, version of the weights before the update minus the version of the token.
     """
     return {
         "masked": outside,
@@ -333,17 +334,17 @@ class ProximalPolicy:
     """The source of a run's proximal log-probs, and the weights of its tokens. Trainer and loss share one."""
 
     from_update: bool
-    """whether the update's forward pass gives them, and the loss makes the weights"""
+    """whether the update's forward pass gives the proximal log-probs, and the loss makes the weights"""
     granularity: str | None
     """``rollout_correction.rollout_is``; None for no weights"""
     threshold: Any
     """``rollout_correction.rollout_is_threshold``"""
     check_every: int = 10
-    """steps between two that run the pass over the batch all the same"""
+    """with ``from_update``, the pass over the batch still runs in step 1 and in every so many steps after it"""
 
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:
-        """Derive it from a checked config. noPR's loss is verl's."""
+        """Derive it from a checked config. noPR keeps verl's own loss and pass: no weights, ``from_update=False``."""
         if not settings.enable:
             return cls(from_update=False, granularity=None, threshold=None)
         correction = config.algorithm.rollout_correction
@@ -356,7 +357,7 @@ class ProximalPolicy:
 
 
 def logged(data: dict[str, Any]) -> dict[str, Any]:
-    """Rename the loss's metrics in ``data``, verl's metrics of a step, and derive the ratios of their means."""
+    """Return a step's metrics: strip the loss's prefix, and add the effective sample size and the mean KV gap."""
     found = {key.removeprefix(REPORTED_AS): value for key, value in data.items()}
     if (square := found.pop(WEIGHT_SQUARE, None)) is not None:
         # Kish's (sum w)^2 / (n sum w^2). verl averages micro-batches, so rounding can lift it slightly above 1.

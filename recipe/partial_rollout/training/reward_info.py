@@ -1,7 +1,8 @@
 """Scores of a batch and the extra information of its rewards, whose keys and types may differ between samples.
 
-verl takes the keys of the first sample, and its means want numbers. Between worker and trainer each sample has its
-dictionary (``reward_extra_info``); columns are made where all samples of a batch, or of a whole validation, are known.
+verl takes the keys of the first sample, and averages a column only if all its values are numbers. So each sample
+carries its own dictionary (``reward_extra_info``) from worker to trainer. Columns are made once all samples of a batch,
+or of a whole validation, are known.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:
-    """Make the columns of a batch of verl's manager, and move its scores to tokens that train.
+    """Add the columns of a batch that verl's manager made; in training also move its scores to tokens that train.
 
-    A validation keeps its dictionaries until all of its batches are known (``per_sample``).
+    A validation passes its dictionaries on, because columns need all of its batches (``per_sample``).
     """
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
     batch.non_tensor_batch.update(columns)
@@ -92,7 +93,7 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
     scored = asyncio.run(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
     scores = scored.batch["rm_scores"]
     if not scores.isfinite().all():
-        raise RewardError("the colocated reward model gave a score that is no finite number")
+        raise RewardError("the colocated reward model returned a score that is nan or infinite")
     if not batch.meta_info.get("validate"):
         scored.batch["rm_scores"] = on_generated_tokens(scores, batch.batch["response_mask"])
         return scored

@@ -1,4 +1,4 @@
-"""Logs a step beside verl's own record: the overview's metrics, a line, warnings, pictures; and a run's last lines."""
+"""Extends verl's log of a step: overview metrics, a printed line, warnings, pictures; and a run's last lines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PICTURES = "1_pictures"
 PICTURES_EVERY = 10
 """steps from one pair of pictures (timeline of the round, response lengths) to the next"""
 _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
-"""the warning needs this many times the median so far, at least this many nats, and this many earlier steps"""
+"""``PolicyDrift`` warns above _FACTOR times the median of earlier steps and above _FLOOR nats, after _FIRST steps"""
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
-"""verl's names for losses, gradients, rewards, advantages and divergences"""
+"""prefixes of verl's metrics (losses, gradients, rewards, advantages, divergences) that ``not_finite`` checks"""
 
 SAMPLE = "sample.txt"
 """file of the run directory with the sample that step 1 shows"""
@@ -49,7 +49,7 @@ _ENDED, _INTERRUPTED = "#0072B2", "#D55E00"
 
 
 class StepLog:
-    """The log of one run, of either arm.
+    """Logs the steps of one run, under PR or noPR.
 
     Args:
         config: the whole configuration.
@@ -60,9 +60,9 @@ class StepLog:
         self._config, self._settings, self._total = config, settings, total_steps
         self._drift = PolicyDrift()
         self._sample = ""
-        """of step 1, as text"""
+        """text of the sample that step 1 shows (``sample_text``); "" in a run that resumes"""
         self._discarded = 0
-        """groups that dynamic sampling has discarded since the training began"""
+        """groups that dynamic sampling has discarded since step 1, those before a resume included"""
         self._warned = False
         """whether discarded groups of different scores were warned of"""
         self._bar: tqdm | None = None
@@ -128,7 +128,10 @@ class StepLog:
             self._bar.close()
 
     def close(self, step: int, round_: Round | None) -> None:
-        """Send the pictures of ``step``, which verl has recorded, if ``round_`` is its round and it is their turn."""
+        """Send pictures of ``round_`` to SwanLab, every ``PICTURES_EVERY`` steps from step 1 on.
+
+        Call it after verl has logged ``step``. If ``round_`` is not that step's round, nothing is sent.
+        """
         due = SWANLAB in self._config.trainer.logger and (step - 1) % PICTURES_EVERY == 0
         if due and round_ is not None and round_.step == step:
             # It need not be installed, and takes a second to import.
@@ -201,9 +204,9 @@ def last_lines(config: DictConfig, step: int) -> str:
 
 
 def sample_text(batch: DataProto, tokenizer: Any) -> str:
-    """The first sample of ``batch``: the end of its prompt, the beginning and the end of its response, and its reward.
+    """Return the first sample of ``batch`` as text: end of the prompt, beginning and end of the response, reward.
 
-    What is masked, such as a tool's text, stands in marks.
+    Masked tokens, such as a tool's text, are enclosed in ``[masked]`` and ``[/masked]``.
     """
     data, width = batch.batch, batch.batch["prompts"].shape[1]
     whole = data["attention_mask"][0].bool()
@@ -261,8 +264,8 @@ class PolicyDrift:
             return None
         return (
             f"warning: at step {step} the policy has drifted far from the one that made its samples ({KL} {kl:.4f}, "
-            f"{usual:.5f} by the median so far): its reward is likely to fall. Resume from an earlier checkpoint with "
-            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine (Megatron: lr_decay_style) or a lower "
+            f"median of earlier steps {usual:.5f}): its reward is likely to fall. Resume from an earlier checkpoint "
+            "with actor_rollout_ref.actor.optim.lr_scheduler_type=cosine (Megatron: lr_decay_style) or a lower "
             "partial_rollout.overlap; FSDP keeps a checkpoint's rate, so a lower optim.lr has no effect"
         )
 
@@ -292,7 +295,7 @@ def timeline(round_: Round) -> Figure:
 
 
 def length_histogram(round_: Round) -> Figure:
-    """Draw the response lengths (tokens) of the trained samples, with their mean and sigmas."""
+    """Draw a histogram of the trained response lengths (tokens), with a line at the mean; sigmas in the title."""
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
     axes.hist(lengths, bins=40, color=_ENDED)

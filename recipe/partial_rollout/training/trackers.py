@@ -22,7 +22,10 @@ _SET: dict[str, str] = {}
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set a variable of the environment, or unset it, unless the user has set it; each run of a multirun sets its own."""
+    """Set an environment variable, or unset it (``value`` None), unless the user has set it.
+
+    A value that an earlier run of the same hydra multirun has set is replaced.
+    """
     # A value that this process has not set is the user's.
     if os.environ.get(name) not in (None, _SET.get(name)):
         return
@@ -52,14 +55,13 @@ def choose_mode(loggers: Iterable[str]) -> None:
 
 
 def open_run(loggers: Iterable[str], run: str | None) -> None:
-    """Prepare the trackers for the run of id ``run``.
+    """Prepare the trackers: set the variables from which SwanLab and wandb read the run id, and patch SwanLab's board.
 
-    SwanLab and wandb get the id, so a resumed run continues its curves. A run that went back to an earlier step has another
-    id, because trackers drop what is logged again for a step that they have. What the user has set stays:
-    ``SWANLAB_RUN_ID``, ``WANDB_RUN_ID``.
+    With the same id a resumed run continues its curves. A run that went back to an earlier step has a new id, because a
+    tracker drops values for a step that it already has. ``SWANLAB_RUN_ID`` and ``WANDB_RUN_ID`` of the user are kept.
 
     Args:
-        run: None: they draw one.
+        run: the id; None: the trackers choose one.
     """
     for tracker in ("SWANLAB", "WANDB"):
         set_variable(f"{tracker}_RUN_ID", run)

@@ -1,4 +1,4 @@
-"""Keys that depend on what is installed, or on the length of the training: the attention, and schedules of steps."""
+"""Chooses an attention that is installed, and checks learning-rate schedules against the length of the training."""
 
 from __future__ import annotations
 
@@ -58,12 +58,15 @@ def choose_attention(config: DictConfig) -> None:
                     instead = remedy if problem else f"{path}.{_ATTENTION}=null"
                     raise fail(key, size, f"must be 1 with any attention but {FLASH} ({instead})")
     if fallen:
-        instead = f"; for verl's default, {FLASH}, {remedy}" if problem else ""
+        instead = f"; verl's default is {FLASH} ({remedy})" if problem else ""
         say(f"attention of {' and '.join(fallen)}: torch's own{instead}")
 
 
 def _is_plain(path: str) -> bool:
-    """Whether a model's attention is all causal and of text, by its config; what cannot be read is found missing later."""
+    """Return whether the packed attention fits the model: its config has no vision, audio or soft-capped logits.
+
+    If the config cannot be read, return True: a later check reports the missing model.
+    """
     try:
         layout, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
@@ -78,7 +81,7 @@ def check_schedule(config: DictConfig, rows: int) -> None:
         rows: prompts of the training data.
 
     Raises:
-        ConfigError: in one line.
+        ConfigError: the training would end within the warm-up, or before the first update of the actor.
     """
     trainer = config.trainer
     data = rows // config.data.train_batch_size * trainer.total_epochs

@@ -1,7 +1,8 @@
-"""The run around verl's training loop, which the recipe's trainers share; and verl's ``RayPPOTrainer`` with it.
+"""``TrainerRun``, the base class that the recipe's trainers share, and the trainer over verl's ``RayPPOTrainer``.
 
-A trainer is one of verl's classes with ``TrainerRun`` before it. verl's gives the parts and the loop; ``TrainerRun`` gives
-the run's files, driver, stops and metrics. verl's ``fit`` runs unchanged, in both arms::
+A trainer inherits from ``TrainerRun`` and then from a trainer of verl. verl's class has the parts and the loop;
+``TrainerRun`` adds the run's files, driver, stop signals and metrics. verl's ``fit`` runs unchanged, under PR and
+noPR::
 
     SlotLoader -> N placeholders -> PartialRolloutAgentLoopManager.generate_sequences (Driver.next_batch) -> full batch
       -> log-probs, reward, advantage, update (verl) -> weight sync (RecipeCheckpointManager), which ends the step
@@ -51,7 +52,7 @@ from verl_ext.tracking_observer import observed_tracking
 KL_COEFFICIENT = "kl_coefficient"
 """file of a checkpoint with the adaptive coefficient of the KL penalty on rewards"""
 _VerlsTrainer: Any = object
-"""stands for the class of verl's that follows ``TrainerRun``"""
+"""base of ``TrainerRun`` for type checks; at run time ``super()`` is the verl trainer that a subclass adds"""
 
 
 class SlotLoader:
@@ -62,8 +63,8 @@ class SlotLoader:
     Args:
         per_epoch: steps of an epoch.
         size: N, prompts of a batch.
-        completed: the last step that is trained.
-        exhausted: whether the data has ended.
+        completed: returns the last step that is trained.
+        exhausted: returns whether the data has ended.
     """
 
     def __init__(self, per_epoch: int, size: int, completed: Callable[[], int], exhausted: Callable[[], bool]) -> None:
@@ -105,10 +106,10 @@ class TrainerRun(_VerlsTrainer):
         self.settings, self.files = settings, files
         self.stop = StopSignals.of_process()
         self.driver: Driver | None = None
-        """PR's, once verl has made the workers"""
+        """the driver of PR, set once verl has made the workers; None under noPR"""
         self.proximal = loss.ProximalPolicy.of(config, settings)
         self._noted = 0
-        """the last step whose training is in the log"""
+        """the last step whose training phase is in the run's log"""
         # verl looks the replica class up when it makes the workers.
         replica.register()
         # Clear verl's ``max_*_ckpt_to_keep``: the recipe removes old checkpoints itself, after the new one is sealed.
@@ -147,7 +148,7 @@ class TrainerRun(_VerlsTrainer):
             )
 
     def _connect(self, rollout: Any) -> None:
-        """Connect the recipe's parts to the replicas and workers that verl has made; ``rollout`` is the arm's manager."""
+        """Connect the recipe's parts to verl's replicas and workers; ``rollout`` is the agent-loop manager."""
         settings = self.settings
         if settings.enable:
             # The workers have verl's loss until now.
@@ -219,8 +220,8 @@ class TrainerRun(_VerlsTrainer):
         """Run verl's training ``loop``, from the resumed checkpoint if any.
 
         Raises:
-            StopTraining: after Ctrl-C or SIGTERM; if ``trainer.save_freq`` asks for checkpoints, one holds what was in
-                flight.
+            StopTraining: after Ctrl-C, SIGTERM or SIGHUP. If a step is complete and ``trainer.save_freq`` is positive,
+                a checkpoint of the last completed step is saved before. Under PR it has the samples in flight.
         """
         files = self.files
         if not files.trains:
@@ -270,7 +271,7 @@ class TrainerRun(_VerlsTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        """Save verl's checkpoint; under partial rollout also everything in flight, and seal it."""
+        """End the step, save verl's checkpoint (PR: and everything in flight), and mark it complete."""
         # It comes before the step's weight sync, which ends a step that saves nothing.
         step = self._end_step(self.global_steps)
         in_flight = {} if self.driver is None else self.driver.in_flight()
@@ -298,7 +299,7 @@ class TrainerRun(_VerlsTrainer):
             if (chosen / KL_COEFFICIENT).exists():
                 controller.value = float((chosen / KL_COEFFICIENT).read_text())
             else:
-                say(f"{chosen} has no coefficient of algorithm.kl_ctrl: it starts at {controller.value:g}")
+                say(f"{chosen} has no coefficient of algorithm.kl_ctrl: the coefficient starts at {controller.value:g}")
 
     @property
     def _adaptive_kl(self) -> AdaptiveKLController | None:
@@ -307,7 +308,10 @@ class TrainerRun(_VerlsTrainer):
         return controller if isinstance(controller, AdaptiveKLController) else None
 
     def _load_data(self) -> None:
-        """Go on in the data where the checkpoint to resume, if any, left it; PR: with everything in flight."""
+        """Restore the position in the data from the checkpoint to resume, if there is one.
+
+        PR: also restore everything in flight. noPR: verl has restored its loader; only the end of an epoch needs more.
+        """
         files, loader = self.files, self.train_dataloader
         chosen = files.checkpoints.chosen
         if chosen is None or not files.trains:
@@ -330,7 +334,10 @@ class TrainerRun(_VerlsTrainer):
             self._save_checkpoint()
 
     def _save_before_stop(self) -> None:
-        """Save a checkpoint of the last completed step; under PR it has the tokens decoded since, but for conversations."""
+        """Save a checkpoint of the last completed step, if ``trainer.save_freq`` is positive, and log the stop.
+
+        Under PR it has the tokens decoded since that step, except those of unfinished conversations.
+        """
         step = self.files.completed_step
         if step and self.config.trainer.save_freq > 0:
             self.global_steps = step
@@ -351,9 +358,9 @@ class TrainerRun(_VerlsTrainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _end_step(self, step: int | None) -> int:
-        """End ``step``, whose batch is trained, if it has not ended; returns the last step that has.
+        """Mark ``step`` as completed, unless it is; return the last completed step. None: change nothing.
 
-        From then on a checkpoint is of this step.
+        A checkpoint that is saved afterwards has the number of this step.
         """
         files = self.files
         # verl ends a step by its save or by its weight sync, whichever comes first.
@@ -365,7 +372,7 @@ class TrainerRun(_VerlsTrainer):
         return files.completed_step
 
     def _choose_pass(self) -> None:
-        """Have verl leave out its pass over the batch of this step where the update gives the proximal log-probs."""
+        """Switch verl's pass over the batch off for this step if the update gives the proximal log-probs, else on."""
         if self.proximal.from_update:
             # ``fit`` reads this key anew in each step.
             correction = self.config.algorithm.rollout_correction
@@ -382,7 +389,11 @@ class TrainerRun(_VerlsTrainer):
         return self.step_log.extend({**loss.logged(data), **ours}, step)
 
     def _after_log(self, data: dict[str, Any], step: int) -> None:
-        """Close a logged step; stop verl's ``fit`` here if a signal has come. In a round ``Driver.next_batch`` stops it."""
+        """Finish a step that verl has logged: record its training phase, send its pictures.
+
+        Raises:
+            StopTraining: a signal has come. (During a round ``Driver.next_batch`` raises it.)
+        """
         self._note_training()
         self.step_log.close(step, self.recorder.log.last_round)
         # After the last step the training is complete, whatever signal has come.
@@ -418,7 +429,7 @@ class TrainerRun(_VerlsTrainer):
         super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
 
     def _note_training(self) -> None:
-        """Note the training on the last round, which lasts until now."""
+        """Write the training phase of the last round to the log, once a round: from the end of the round until now."""
         round_ = self.recorder.log.last_round
         # A validation and the log of a step both come here, the validation first if there is one.
         if round_ is not None and round_.step > self._noted:

@@ -64,10 +64,10 @@ class RecipeCheckpointManager:
         # Ask the class, not the backend's name: a user may register a backend of their own with a cache.
         self._cached = issubclass(verls.backend_cls, CheckpointEngineWithCache)
         self._freeing: list[Any] = []
-        """references to the trainers' removal of what was loaded"""
+        """Ray references of the calls in which the trainers delete the packed weights that the engines have loaded"""
         if self._cached:
             # Now, before a step is trained whose weights could not be transferred.
-            asyncio.run(self._watched(self._meet(), "the first meeting of trainers and engines"))
+            asyncio.run(self._watched(self._meet(), "preparation of the weight transfer"))
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -96,7 +96,7 @@ class RecipeCheckpointManager:
             await (self.load_staged if self._cached else self.send)(version)
 
     async def send(self, version: int) -> None:
-        """Send the weights and their version, without a cache, to every engine, which is idle and alive."""
+        """Send the weights as ``version`` to every engine by a backend without a cache; all are idle or held."""
         what, verls = f"weight sync of version {version}", self._verls
         if verls.backend == "naive":
             sync = self._sent(version)
@@ -130,7 +130,7 @@ class RecipeCheckpointManager:
         self._freeing = self._ask_trainers("finalize")
 
     def _sent(self, version: int) -> list[Any]:
-        """Have the trainers send their weights; returns references to the ends of it."""
+        """Have the trainers send or pack their weights; return a Ray reference for each trainer."""
         trainers: Any = self._verls.actor_wg
         return trainers.update_weights(global_steps=version, mode=self._verls.backend)
 
@@ -147,11 +147,11 @@ class RecipeCheckpointManager:
             raise
 
     async def _meet(self) -> None:
-        """Have the backend refuse nodes between which it cannot transfer."""
+        """Collect the nodes of trainers and engines; the backend raises if it cannot transfer between them."""
         verls = self._verls
         workers: list[Any] = [worker for replica in verls.replicas for worker in replica.workers]
         pending = [*self._ask_trainers("prepare"), *[w.execute_checkpoint_engine.remote("prepare") for w in workers]]
-        nodes = await _all(pending, "the first meeting of trainers and engines failed")
+        nodes = await _all(pending, "preparation of the weight transfer failed")
         try:
             verls.backend_cls.build_topology(len(nodes) - len(workers), len(workers), nodes)
         except ValueError as error:

@@ -1,12 +1,13 @@
-"""Whole batches for verl's v1 trainer: its replay buffer, over the recipe's own agent-loop manager.
+"""A replay buffer for verl's v1 trainer that gets whole batches from the recipe's agent-loop manager.
 
-v1 has samples put into TransferQueue one by one, and polls until there are enough, without a deadline. Here the recipe's
-manager makes a batch as it does for ``RayPPOTrainer``, under the same guards; then the batch is put there as a whole, a row
-for each output of an agent loop, without padding::
+verl's v1 puts samples into TransferQueue one by one, and polls until there are enough, without a deadline. Here the
+recipe's manager makes a batch as it does for ``RayPPOTrainer``, with the same deadlines and checks. Then
+``RoundBuffer`` puts the whole batch into TransferQueue, one row without padding for each output of an agent loop::
 
     v1 asks for a batch -> manager.generate_sequences (Driver.next_batch) -> TransferQueue -> v1's passes and update
 
-TransferQueue holds the batch that trains, and nothing else: what is in flight is the manager actor's, and in its snapshot.
+TransferQueue holds the batch that trains, and nothing else. Samples in flight are held by the manager actor, and saved
+in its snapshot.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from recipe.partial_rollout.worker.observed import ROW
 _PARTITION = "train"
 """v1's, of TransferQueue"""
 _OF_RESPONSE = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores")
-"""tensors [B, R] that a row has, where the batch has them"""
+"""tensors [B, R] whose part is copied into a row, if the batch has them"""
 _MADE_OF = {"prompts", "responses", "attention_mask", "input_ids", "position_ids", *_OF_RESPONSE}
-"""tensors of a batch that a row is made of"""
+"""all tensors that a batch may have; ``rows_of`` refuses any other, which a row would lose"""
 _COLUMNS = ("uid", "data_source", "reward_model", "multi_modal_inputs")
 """columns that v1 reads as fields of their own"""
 
@@ -43,7 +44,7 @@ class RoundBuffer:
     """Stands in for v1's replay buffer.
 
     Args:
-        rollout: the arm's agent-loop manager, which makes the batches.
+        rollout: the agent-loop manager, which makes the batches.
         loader: yields the rows of a batch; under PR placeholders (``SlotLoader``), because the manager has the prompts.
         samples: number of samples of a prompt, ``rollout.n``.
     """
@@ -104,15 +105,15 @@ class RoundBuffer:
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     """Return the rows of ``batch`` (``assemble_batch``) as v1 has them in TransferQueue: without padding.
 
-    ``extra_fields`` has the columns that v1 does not read by name. A row without a response has a token outside of the
-    loss, the batch's padding: verl's nested tensors have no empty row.
+    ``extra_fields`` has the columns that v1 does not read by name. An empty response becomes one padding token outside
+    the loss, because verl's nested tensors cannot have an empty row.
 
     Raises:
         ValueError: the batch has a tensor that would be lost.
     """
     if unknown := sorted(set(batch.batch.keys()) - _MADE_OF):
         names = ", ".join(unknown)
-        raise ValueError(f"under trainer.use_v1=True the tensors {names} of a batch would be lost; set it to False")
+        raise ValueError(f"a batch would lose its tensors {names} under trainer.use_v1=True; set trainer.use_v1=False")
     width = batch.batch["prompts"].shape[1]
     sizes = batch.batch["attention_mask"][:, :width].sum(1).tolist()
     lengths = batch.batch["attention_mask"][:, width:].sum(1).clamp(min=1).tolist()
@@ -124,7 +125,7 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
         row |= {"prompts": prompt, "responses": response, "loss_mask": row["response_mask"]}
         positions = torch.arange(size + length)
         if batch.batch["position_ids"].dim() > 2:
-            # Of a model that sees: [4, size + length].
+            # Of a vision model: [4, size + length].
             positions = batch.batch["position_ids"][i, :, width - size : width + length]
         row |= {"input_ids": torch.cat([prompt, response]), "position_ids": positions}
         row |= {"multi_modal_inputs": {}, **{key: values.pop(key) for key in _COLUMNS if key in values}}

@@ -1,7 +1,8 @@
 """The trainer under verl's v1: ``PPOTrainerSync``, whose batches come from the run's rounds (``training/v1/rounds.py``).
 
-verl's ``fit`` runs unchanged, in both arms. noPR is verl's ``sync``, whose batches the recipe's manager records. What the
-trainer shares with ``PartialRolloutRayPPOTrainer`` is ``TrainerRun``; it validates as ``RayPPOTrainer`` does.
+verl's ``fit`` runs unchanged, under PR and noPR. noPR is verl's trainer mode ``sync``; the recipe's manager records its
+batches. The trainer shares ``TrainerRun`` with ``PartialRolloutRayPPOTrainer``, and validates as ``RayPPOTrainer``
+does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _WholeValidation:
 
 
 class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
-    """verl's v1 trainer with the batches of a run; ``ours`` are ``TrainerRun``'s."""
+    """verl's v1 trainer, with batches from ``RoundBuffer``; ``ours`` are the arguments of ``TrainerRun``."""
 
     replay_buffer: Any
 
@@ -57,7 +58,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         self._offer(self.train_dataloader)
 
     def _setup(self) -> None:
-        """Set up as verl does; separate engines get devices of their own and the transfer that the config asks for."""
+        """Set up as verl does. Separate: make engines on their own devices, and the configured checkpoint engine."""
         # verl's ``_setup`` asks for it before it makes the workers.
         self._enable_hybrid_replicas = not self.settings.separate
         super()._setup()
@@ -93,15 +94,15 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
             self._shutdown_dump_executor()
 
     def prepare_step(self) -> dict:
-        """Prepare no batch: ``RoundBuffer.sample`` makes it."""
+        """Choose whether the pass over the batch runs. ``RoundBuffer.sample`` makes the batch later."""
         self._choose_pass()
         return {}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Return the number whose multiple verl fills a batch up to, so that all ranks and updates get equally many rows.
+        """Return m: verl adds filler rows until a batch has a multiple of m rows, the same for all ranks and updates.
 
-        verl itself fills up whole mini-batches. A step with a few more rows than usual would then have an update on those
-        rows alone.
+        verl's own m is a mini-batch. A step with a few more rows than usual would then have an extra update on those
+        rows and fillers alone.
         """
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
         updates = [self.config.data.train_batch_size // part.ppo_mini_batch_size for part in self._updated]
@@ -116,7 +117,7 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
 
     @contextmanager
     def _as_many_updates(self, part: Any, batch: KVBatchMeta) -> Iterator[None]:
-        """Have verl divide ``batch``, of any number of rows, into as many mini-batches as one of a row a sample."""
+        """Have verl divide ``batch`` into the configured number of mini-batches, however many rows its samples have."""
         size = part.ppo_mini_batch_size
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         # verl's update reads it anew each time.
@@ -132,7 +133,11 @@ class PartialRolloutPPOTrainer(TrainerRun, _WholeValidation, PPOTrainerSync):
         return batch
 
     def _compute_reward_colocate(self, batch: Any, metrics: dict | None = None) -> Any:
-        """Score a validation's batch as ``RayPPOTrainer`` does; a training batch, which v1 has as keys, is put again."""
+        """Score ``batch`` by a colocated reward model.
+
+        A validation's batch is a ``DataProto``, scored as by ``RayPPOTrainer``. A training batch is a list of keys: its
+        rows are put into TransferQueue again, with their scores.
+        """
         score = super()._compute_reward_colocate
         if isinstance(batch, DataProto):
             return score(batch)
