@@ -14,9 +14,10 @@ backward one chunk, and a gradient in the logits' type (bfloat16: 2 x R x V byte
          for the entropy if it is in the loss; any implementation needs these gradients
 ======== =================================================================================================================
 
-The caller's own copies come on top: verl's FSDP engine copies unpacked logits into packed rows (2 x R x V bytes in
-bfloat16, and as much for their gradient) and divides them by a temperature other than 1 (as much again). It may go when
-verl's own log-probs without flash-attn are as exact and as quick.
+verl's FSDP engine needs more memory: it copies unpacked logits into packed rows (2 x R x V bytes in bfloat16, and as
+much for their gradient) and divides them by a temperature other than 1 (as much again).
+
+The patch may go when verl's own log-probs without flash-attn are as exact and as quick.
 """
 
 from __future__ import annotations
@@ -124,9 +125,11 @@ def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def entropy_of_logits(logits: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
-    """Entropy [...] in float32 of ``logits`` [..., V]; for both of verl's functions.
+    """Entropy [...] of ``logits`` [..., V], in float32, or in float64 where the logits are.
 
-    ``chunk_size``: most rows of a chunk.
+    It replaces verl's ``entropy_from_logits`` and ``entropy_from_logits_with_chunking``.
+
+    ``chunk_size``: most rows of a chunk; None: only ``DEVICE_CHUNK`` or ``CPU_CHUNK`` limits them.
     """
     return _in_chunks(_Entropy, logits, most=chunk_size)
 

@@ -45,7 +45,7 @@ _ENVELOPE = frozenset({"engine_index", "outputs", "timestamp"})
 
 
 class Piece:
-    """Tokens of a request that are kept back: an output, and the log-probs of the steps that it stands for."""
+    """Tokens of a request that are kept back: one output with the tokens of all steps, and each step's log-probs."""
 
     __slots__ = ("began", "client", "log_probs", "output")
 

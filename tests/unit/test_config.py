@@ -100,8 +100,8 @@ MISTAKES = {
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
     f"{ROLLOUT}.calculate_log_probs=False": "True if partial_rollout.enable=True: samples span",
     f"{P}.drain=0": "partial_rollout.drain=0: true or false",
-    f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; with partial_rollout.mode=april",
-    f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size at least 1",
+    f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; or, with partial_rollout.mode=april",
+    f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size is at least 1",
     **{f"{V1} algorithm.adv_estimator={name}": "any other if trainer.use_v1=True: verl's v1" for name in NOT_UNDER_V1},
     f"{ACTOR}.loss_scale_factor=null {V1} {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": (
         f"=1536 if {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm and {V1}: with null"

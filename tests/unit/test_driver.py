@@ -288,7 +288,7 @@ async def test_first_error_of_each_kind_in_samples_is_a_warning_with_its_line(mo
         ((text, *values),) = [given for given, _ in told.warning.call_args_list]
         warning = text % tuple(values)
         assert warning.startswith("in a sample of step 1, ") and "test_driver.py:" in warning
-        assert warning.endswith("raised the first KeyError: 1")
+        assert warning.endswith("raised KeyError: 1 (the first of this kind; later ones are not shown)")
         error = RuntimeError("the run failed")
         await one.driver.explain(error)
         assert len(error.__notes__) == 1

@@ -103,8 +103,8 @@ def scattered():
     [
         ([call(0, 0.0, 1.0, 10), call(0, 1.0, 3.0, 20)], "at least 16 are needed"),
         ([call(0, 2.0 * (i // 4), 2.0 * (i // 4) + 1, 10) for i in range(40)], "all with 4 to 4 samples running"),
-        (played(EngineCurve(1e-9, 3e-4), rounds=2, samples=64), "a full engine would be no faster than"),
-        (played(EngineCurve(5e-3, 0.0), rounds=2, samples=64), "a full engine would be no slower than"),
+        (played(EngineCurve(1e-9, 3e-4), rounds=2, samples=64), "would decode no more tokens a second than"),
+        (played(EngineCurve(5e-3, 0.0), rounds=2, samples=64), "would take no longer for a step than"),
         (scattered(), "half of them took over"),
     ],
     ids=["few", "one load", "no step", "no samples", "scattered"],

@@ -57,7 +57,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     run: str
     """id of the run, by which trackers know it"""
     run_dir: str
-    """absolute path of the run directory in which it was sealed; a run that finds it in a copy takes a new id"""
+    """absolute path of the run directory at the seal; a run that resumes it elsewhere (in a copy) takes a new id"""
     state: str
     """suffix of the names of its state files (``state_file``); files of an earlier seal may lie beside them"""
     made_of: dict[str, Any] = {}

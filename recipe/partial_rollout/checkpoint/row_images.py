@@ -67,7 +67,10 @@ def _is_part(part: Any) -> bool:
 
 
 def _changed(messages: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of ``messages`` with ``change`` applied to each image; ``messages`` themselves where they have none."""
+    """Return a copy of ``messages`` with ``change`` applied to each part, or ``messages`` themselves without an image.
+
+    ``change`` gets parts of every type. It must return a part that is no image as it is.
+    """
     if not has_images(messages):
         return messages
     return [

@@ -7,14 +7,18 @@ sealed. So a crash at any moment leaves the newest whole checkpoint intact. If a
 that step are on disk nevertheless.
 
 verl's file ``latest_checkpointed_iteration.txt`` (the tracker) says which step the run has reached. Checkpoints of
-later steps are ignored. A start first writes the step of the checkpoint that it resumes into the tracker. Then it moves
-the whole checkpoints of later steps to ``superseded/ID/``, where the recipe neither reads nor deletes them::
+later steps are ignored. A start that continues the run first writes the step that it resumes into the tracker. Then it
+moves the whole checkpoints of later steps to ``superseded/ID/`` (each start has its own ID), where the recipe neither
+reads nor deletes them::
 
     global_step_2  global_step_4  global_step_6      the tracker names 6
     resume_path=.../global_step_4                    the tracker names 4, global_step_6 is moved aside
 
-If a start is killed between the two, the next start moves the rest. If the run begins from a checkpoint of another run,
-a link to it is made in the directory, so that ``auto`` and verl's own tools find it.
+If a start is killed between the two, the next start moves the rest.
+
+A start from scratch, or from another run's checkpoint, first writes 0 into the tracker and moves every old checkpoint
+aside. For another run's checkpoint it then makes a link to it in the directory and writes its step into the tracker, so
+that ``auto`` and verl's own tools find it.
 """
 
 from __future__ import annotations

@@ -216,12 +216,12 @@ class FailureLimits:
     )
     worker_restarts: Whole = key(
         3,
-        "Agent-loop workers that may be replaced over the whole run; their single-turn samples go on, their conversations "
-        "begin anew. Each of verl's reward workers may be restarted as often.",
+        "Agent-loop workers that a process of the run may replace (a resume counts from 0); their single-turn samples "
+        "go on, their conversations begin anew. Each of verl's reward workers may be restarted as often.",
     )
     replica_restarts: Whole = key(
         1,
-        "vLLM replicas that may be restarted over the whole run, while others are alive (not run on a GPU).",
+        "vLLM replicas that a process of the run may restart, while others are alive (not run on a GPU).",
     )
 
 

@@ -5,8 +5,8 @@ their tokens, and continue after ``resume_generation``. Requests that arrive dur
 then.
 
 ``pause`` returns when every token of the old weights is counted. The engine core answers once no step is in flight,
-asynchronous scheduling included, and its answer comes after those tokens; then ``pause`` waits for the output
-processor.
+asynchronous scheduling included. It sends its answer after the tokens of the last step. Then ``pause`` waits until the
+output processor has read these tokens.
 
 verl's server names one version for a request: the one of the weights when it ends. So at each hold the server records
 how many tokens every request has, and the version that made the last of them. ``version_marks`` of an answer are these
@@ -16,9 +16,9 @@ pairs:
     [(5, 3), (9, 4)]  ->  tokens 0-4 by version 3, 5-8 by version 4, 9-11 by version 5
 
 Once vLLM 0.31 is no longer supported, the marks and the wait for the output processor can be removed: vLLM 0.32 has
-such spans itself (``AsyncLLM.update_weight_version``, a string; ``CompletionOutput.weight_versions``). Its core writes
-the version into each message of tokens, and after a pause with ``keep`` no token is in flight. So its spans are right
-even if tokens are sent in pieces.
+such spans itself (``AsyncLLM.update_weight_version``, a string; ``CompletionOutput.weight_versions``). The engine core
+of 0.32 writes the version into each message of tokens, and after a pause with ``keep`` no token is in flight. So these
+spans are right even if tokens are sent in pieces.
 
 With ``resume_kv=recompute`` a hold also empties the KV cache. To do so, vLLM preempts the running requests: they queue
 again in their order, and prefill prompt and tokens under the new weights. With ``keep`` they continue on the old

@@ -147,7 +147,7 @@ class Groups:
     ready_queue: list[PromptGroup] = field(default_factory=list)
     """READY groups by birth, then by dispatch order: the order in which they are trained"""
     trained: dict[int, int] = field(default_factory=dict)
-    """trained groups that overtook a group still in flight: dispatch order to response tokens"""
+    """response tokens by dispatch order, of the trained groups that overtook a group which is still in flight"""
     taken: list[PromptGroup] = field(default_factory=list)
     """TAKEN groups: the batch that the trainer has"""
     admitted: list[str] = field(default_factory=list)
@@ -350,9 +350,9 @@ class Samples:
         self.unfinished: dict[str, Sample] = {}
         """by id"""
         self.running: Counter[str | None] = Counter()
-        """number of the RUNNING ones, which hold a slot, by worker"""
+        """number of RUNNING samples by worker; each holds a slot. None has 0"""
         self.parked = 0
-        """number of the PARKED ones, which live on without a slot"""
+        """number of PARKED samples, which live on without a slot"""
 
     def move(self, sample_id: str, verb: str) -> Sample:
         """Move a sample to another state, as ``VERBS[verb]`` says; return it.

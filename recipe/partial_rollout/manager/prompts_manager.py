@@ -236,7 +236,11 @@ class PromptsManager:
     # -- admission -------------------------------------------------------------------------------------------------
 
     def admit(self, *, version_begins: bool = False) -> None:
-        """Admit prompts from the backlog as far as the mode allows."""
+        """Admit prompts from the backlog as far as the mode allows.
+
+        Args:
+            version_begins: whether the version begins now. Only then modes ``window`` and ``april`` fill the window.
+        """
         groups = self.groups
         while self.backlog.prompts and self._admission.allows(
             groups,
@@ -364,7 +368,9 @@ class PromptsManager:
         self.require_open("take_batch")
         groups, size = self.groups, self._settings.batch_groups
         if groups.taken:
-            raise RuntimeError(f"take_batch: the batch before that of version {self.version} is not trained")
+            raise RuntimeError(
+                f"take_batch: the previous batch is not trained yet; the batch of version {self.version} must wait"
+            )
         if not self.round_complete():
             raise RuntimeError(
                 f"take_batch: the round is not complete: {len(groups.ready_queue)} groups are ready; it needs {size}, "

@@ -73,7 +73,8 @@ class Segment:
         if not (finite := np.isfinite(self.log_probs)).all():
             first = int(finite.argmin())
             raise RuntimeError(
-                f"the engine gave {self.log_probs[first]} as the log-prob of token {self.token_ids[first]}"
+                f"the engine gave {self.log_probs[first]} as the log-prob of token {self.token_ids[first]}, which is "
+                "not finite: check the model's weights and the engine's precision (rollout.dtype)"
             )
 
     def __len__(self) -> int:

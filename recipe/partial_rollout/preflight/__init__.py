@@ -96,7 +96,17 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
 
 
 def check_settings(config: DictConfig, refuse: Refuse = _raise) -> PartialRolloutConfig:
-    """Check keys, their relations, and the code that they name; return the settings."""
+    """Check keys, their relations, and the code that they name; return the settings.
+
+    ``config`` is completed in place: attention, interpolations, absolute paths.
+
+    Args:
+        refuse: called with each mistake; the default raises it.
+
+    Raises:
+        ConfigError: raised by ``refuse``; or, whatever ``refuse`` does, for an unknown key, a value that is not
+            allowed, an interpolation without a value, or a flash-attn that is asked for and not installed.
+    """
     check_verl_keys(resolved(config))
     choose_attention(config)
     # verl instantiates parts of the config detached from its root, where interpolations would not resolve.

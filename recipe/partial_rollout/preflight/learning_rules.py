@@ -216,7 +216,8 @@ LEARNING = (
                 and c.partial_rollout.correction != Correction.NONE
                 and at(c, LOSS) == "vanilla"
             ),
-            "a number above 1; or null (no dual clip) if partial_rollout.correction=decoupled and loss_mode=vanilla",
+            "a number above 1; or null (no dual clip) if partial_rollout.enable=True, "
+            "partial_rollout.correction=decoupled and loss_mode=vanilla",
         ),
     ),
     *where(

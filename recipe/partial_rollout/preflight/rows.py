@@ -38,7 +38,7 @@ _VERLS_LOOPS = {"single_turn_agent", "tool_agent"}
 _ROWS = 256
 """most rows that are tried, at even distances over the dataset, because its first rows may hold null"""
 _SEEN = 16
-"""most rows among these whose images are processed, which takes up to 0.1 s a megapixel"""
+"""most of the ``_ROWS`` rows whose images are processed; this takes up to 0.1 s a megapixel"""
 _PIXEL_COPIES = 12
 """copies of a batch's pixels in the memory of the driver's node: 3 in the driver, up to 6 in Ray's store, others in
 trainers"""
@@ -49,7 +49,8 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
     """Make verl's dataset of ``split``, with ``changes`` of the keys of ``data``.
 
     Raises:
-        ConfigError: the files or the class of ``data.custom_cls`` make none.
+        ConfigError: verl can make no dataset of the files, or of the class in ``data.custom_cls``; or the model takes
+            images, the files have some, and qwen_vl_utils is not installed.
     """
     data: Any = OmegaConf.merge(config.data, changes)
     key = "data.custom_cls.path" if data.custom_cls.path else f"data.{split}_files"

@@ -96,7 +96,7 @@ _PARTIAL_ROLLOUT = (
             _own(c).overlap >= 0
             or (_own(c).mode is Mode.APRIL and whole((1 + _own(c).overlap) * c.data.train_batch_size) >= 1)
         ),
-        "at least 0; with partial_rollout.mode=april (1 + overlap) * data.train_batch_size at least 1",
+        "at least 0; or, with partial_rollout.mode=april, so that (1 + overlap) * data.train_batch_size is at least 1",
     ),
     *where(
         lambda c: _own(c).mode is not Mode.WINDOW,

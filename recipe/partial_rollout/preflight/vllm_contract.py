@@ -124,7 +124,7 @@ UPSTREAM = ("verl", "vllm")
 
 
 class Uses(NamedTuple):
-    """An entry of a table."""
+    """An entry of a table: a module or class of vLLM or verl, and what our files use of it (module docstring)."""
 
     owner: str
     by: list[str]
@@ -134,7 +134,7 @@ class Uses(NamedTuple):
 
 
 def entries(table: str) -> Iterator[Uses]:
-    """Read the entries of ``table``; a line that begins with ``#`` is a heading."""
+    """Yield the entries of ``table``. A line that begins with ``#`` is a heading, and is skipped."""
     for entry in re.split(r"\n(?=\S)", table.strip()):
         head, *rest = re.split(r" (has|calls|reads): ", " ".join(entry.split()))
         if not head.startswith("#"):

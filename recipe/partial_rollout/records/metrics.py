@@ -57,7 +57,7 @@ class RunningCurve:
     """int [row, point]; a row for each replica, or one row for all"""
 
     def slot_seconds(self, full: int) -> float:
-        """Return the integral over time (s) of the running calls of all rows, counting at most ``full`` at a time."""
+        """Return the integral over time (s) of the number of running calls: the sum over the rows, cut at ``full``."""
         total = np.minimum(self.running.sum(axis=0), full)
         return float(np.sum(total[:-1] * np.diff(self.times)))
 

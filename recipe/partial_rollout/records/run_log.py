@@ -348,7 +348,7 @@ class RunLog:
         self._index: dict[str | int, int] = {}
         self.use_replicas(replicas)
         self.last_round: Round | None = None
-        """the last round that was added; its calls have replica indices; None before the first one"""
+        """the last round that this process has added; its calls have replica indices; None before the first one"""
         self._file = (directory / NAME).open("a+b")
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)

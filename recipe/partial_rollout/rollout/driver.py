@@ -21,6 +21,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
             match tokens to engine calls     worker/agent_loop_worker.py, as worker/live_sample.py has kept them
             score                            worker/rewards.py
             report                           manager/actor.py            the answer has the next leases
+                a failed sample              manager/policies.py         is retried; after sample_retries it is masked
         manager.wait_batch                   manager/actor.py            until N groups are ready and the rest can still be
                                                                          trained in time (manager/admission.py)
             watch workers, trainers, stop    rollout/guard.py            a dead worker is replaced
@@ -29,7 +30,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
     train, in verl's fit                     training/trainer_run.py
         assemble the batch                   training/agent_loop_manager.py
         log-probs of pi_prox, if needed      training/loss.py            trainer_run.py decides
-        advantages                                                       verl's
+        advantages                           verl_ext/trained_rows.py    verl's; masked samples are in no baseline
         update                               training/loss.py            behaviour weights, trust region
     finish_step                              rollout/driver.py, recorder.py   the groups are trained; run.jsonl, metrics
     save, every save_freq steps              checkpoint/run_checkpoints.py   weights and what is in flight
@@ -297,7 +298,12 @@ class Driver:
         calls = [call for calls in ended for call in calls if "#" in call.sample]
         summary: StepSummary = await self._guard.wait(self._manager.finish_step.remote(), "finishing the step")
         for error in summary.errors:
-            logger.warning("in a sample of step %d, %s raised the first %s", batch.step, error.where, error.line)
+            logger.warning(
+                "in a sample of step %d, %s raised %s (the first of this kind; later ones are not shown)",
+                batch.step,
+                error.where,
+                error.line,
+            )
         self._recorder.batch(batch, summary, calls, self._guard.restarted)
         await self._recorder.engines()
         await self._guard.follow_lengths(calls)

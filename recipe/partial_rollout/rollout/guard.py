@@ -82,12 +82,12 @@ class Guard:
         self._trainers = trainers
         self._stop = stop
         self.restarted = 0
-        """workers replaced since the start of the run"""
+        """workers replaced since this process started; a resumed run counts from 0"""
         self._names = [f"agent_loop_worker_{i}" for i in range(len(workers))]
         self._serving: list[Future[None] | None] = [None] * len(workers)
         """future of each worker's ``serve`` call; None while a worker starts, and if it is lost and not replaced"""
         self._silent: dict[int, str] = {}
-        """index of a worker that the guard killed, to the reason; removed once the worker is replaced"""
+        """index of a worker that the guard killed, to the reason; removed once the guard handles its death"""
         self.open = False
         """whether workers may call the engines"""
 
@@ -208,7 +208,7 @@ class Guard:
         """
         name, error = self._names[i], serving.exception()
         if is_out_of_reach(error) and await self._answer(i, "__ray_ready__"):
-            logger.warning("Ray lost its connection to %s for a moment; it goes on", name)
+            logger.warning("Ray lost its connection to %s for a moment; the worker lives and goes on", name)
             self._serve(i)
             return
         if not isinstance(error, RayActorError):

@@ -111,7 +111,7 @@ class Recorder:
         self.metrics[f"timing/{name}_s"] = end - start
 
     def round(self, round_: Round) -> None:
-        """Record ``round_``, and those of its metrics that PR and noPR share."""
+        """Write ``round_`` to the run's log, and add to ``metrics`` those of a round that PR and noPR both have."""
         self.log.round(round_)
         full = min(self.settings.batch_samples, self.slots.total)
         self.metrics |= {
@@ -132,7 +132,7 @@ class Recorder:
 
         Args:
             calls: engine calls that ended since the last batch was recorded.
-            restarted: workers replaced since the start of the run.
+            restarted: workers replaced since this process started.
         """
         ready = batch.ready
         trained = [TrainedGroup.of(group, batch.step - 1) for group in ready.groups]

@@ -54,7 +54,7 @@ class ServerControl:
     Args:
         replicas: as ``engine/replica`` makes them.
         deadline_s: seconds that a replica has to answer any request except a restart.
-        restarts: replica restarts allowed over the whole run.
+        restarts: replica restarts allowed in this process; a resumed run counts from 0.
     """
 
     def __init__(self, replicas: Sequence[Any], deadline_s: float, restarts: int = 0) -> None:
@@ -64,7 +64,7 @@ class ServerControl:
         self._restarts = restarts
         self._preemptions: dict[str, int] = {}
         self.restarted = 0
-        """replicas restarted since the start of the run"""
+        """replicas restarted since this process started; a resumed run counts from 0"""
 
     @property
     def addresses(self) -> list[str]:

@@ -43,12 +43,13 @@ class RunFiles:
         return Path(os.environ.get(METRICS_PATH) or self.directory / METRICS)
 
     def begin(self) -> None:
-        """Record the checkpoint that the run resumes, and set aside the files that it supersedes.
+        """Record the checkpoint that the run resumes. Move aside the checkpoints and records that this start replaces.
 
-        Call it before any other record is written. A run that continues in its directory keeps its records, but the
-        metrics of steps after the resumed one are removed. Its log keeps these steps: a reader drops them, because the
-        next process logs the step that it resumed. A run that resumes another run's checkpoint gets a copy of that
-        run's log and metrics.
+        Call it before any other record is written. A run that continues in its directory keeps its records, and a copy
+        of them goes with checkpoints that are moved. The metrics of steps after the resumed one are removed. The log
+        keeps these steps: a reader drops them, because the next process logs the step that it resumed. A run that
+        resumes another run's checkpoint gets a copy of that run's log and metrics. A run that only validates changes
+        nothing.
         """
         if not self.trains:
             return

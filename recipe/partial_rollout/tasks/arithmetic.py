@@ -24,7 +24,7 @@ _ALLOWED = "numbers, + - * / // % and parentheses, at most 200 characters"
 
 
 def calculator(does: str, expression: str) -> OpenAIFunctionToolSchema:
-    """The schema of a tool `calculator` that ``does`` something with its parameter, an ``expression``."""
+    """Return the schema of a tool `calculator`: ``does`` describes the tool, ``expression`` its one parameter."""
     parameters = {
         "type": "object",
         "properties": {"expression": {"type": "string", "description": expression}},

@@ -81,7 +81,10 @@ def source_fingerprint(task: str) -> str:
 
 
 def _code_lines(source: str) -> str:
-    """The lines of a module that are code: no syntax tree, which differs between Python's releases."""
+    """Return the lines of a module without comments, docstrings and blank lines.
+
+    Text is hashed, because a dump of the syntax tree differs between Python's releases.
+    """
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

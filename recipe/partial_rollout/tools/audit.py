@@ -266,7 +266,11 @@ class Audit:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing may be in flight: the training is complete and drains."""
+        """Whether nothing may be in flight: the training is complete, and trains every prompt that it admits.
+
+        It does so if it drains, or if it has admitted no more prompts than it trains. A training that ended because the
+        data could not fill another batch may leave some.
+        """
         kept = len(self.admitted - self.filtered)
         ends = self.drains if self.sizes.filters else self.offered <= self.sizes.total
         return self.complete and not self.exhausted and (ends or kept <= self.sizes.total)

@@ -163,8 +163,13 @@ def inputs(
 
 
 def _keys_of(record: RunRecord | None) -> dict[str, Any]:
-    """Return the keys of ``partial_rollout`` in the run's ``config.yaml``, which a noPR run has too; {} without that
-    file."""
+    """Return the values of ``partial_rollout`` in the run's ``config.yaml`` by key; a noPR run has them too.
+
+    Keys that the file lacks have their defaults. Return {} without a record or the file.
+
+    Raises:
+        ValueError: the file cannot be read, or a key of it is wrong.
+    """
     path = Path(record.directory) / "config.yaml" if record else None
     if path is None or not path.exists():
         return {}
@@ -189,8 +194,10 @@ def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, st
 
 
 def seconds_outside_rollout(record: RunRecord | None) -> float | None:
-    """Return seconds of a step outside rollout, per trained token; None without a run. Leave out each process's first
-    step."""
+    """Return seconds outside rollout per trained token, over the run's ``warm_steps``.
+
+    None without a record, or if no token was trained.
+    """
     steps = record.warm_steps if record else []
     tokens = sum(group.tokens for step in steps for group in step.round.trained)
     return sum(step.seconds("step") - step.seconds("gen") for step in steps) / tokens if tokens else None
@@ -238,7 +245,7 @@ class Option:
     forecast: Forecast
     rollout: float
     step: float | None
-    """relative time of a whole step; None if the time outside rollout is not known"""
+    """time of a whole step, relative to noPR's; None if the time outside rollout is not known"""
 
     @classmethod
     def of(cls, overlap: float, forecast: Forecast, base: Forecast, outside_s: float | None) -> Self:

@@ -21,9 +21,9 @@ class Table:
     rows: list[list[str]]
     """The first column is text, the others are figures."""
     notes: list[str] = field(default_factory=list)
-    """What each row is; shown by the HTML report only."""
+    """The meaning of each row, or empty; shown by the HTML report only."""
     about: list[str] = field(default_factory=list)
-    """What each column is, in a sentence; shown below the table, by the HTML report only."""
+    """The meaning of each column in a sentence, or empty; shown below the table, by the HTML report only."""
 
     @classmethod
     def of(cls, title: str, rows: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Self:

@@ -63,7 +63,7 @@ from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
-"""dataset columns that the batch keeps of a scored sample; other columns could collide with a name that verl uses"""
+"""dataset columns that stay in a batch whose samples have their scores; others could collide with verl's columns"""
 
 
 class ObservedAgentLoopManager(AgentLoopManager):

@@ -67,7 +67,7 @@ KV_GAP, KV_GAP_SHARE = "kv_gap", "kv_gap_share"
 NO_DUAL_CLIP = 1e9
 """``clip_ratio_c`` that bounds nothing: ratios reach e^20, where verl clamps them"""
 _READ = "response_mask old_log_probs rollout_log_probs rollout_versions advantages rollout_is_weights"
-"""tensors [B, R] that the loss reads; ``rollout_is_weights`` may be absent: the loss makes them, or the run has none"""
+"""tensors [B, R] that the loss reads; without ``rollout_is_weights`` it computes the weights, if the run uses any"""
 
 _READS_OLD_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -340,7 +340,7 @@ class ProximalPolicy:
     threshold: Any
     """``rollout_correction.rollout_is_threshold``"""
     check_every: int = 10
-    """with ``from_update``, the pass over the batch still runs in step 1 and in every so many steps after it"""
+    """with ``from_update``, the pass over the batch still runs in steps 1, 1 + check_every, 1 + 2 * check_every, ..."""
 
     @classmethod
     def of(cls, config: DictConfig, settings: PartialRolloutConfig) -> ProximalPolicy:

@@ -66,7 +66,7 @@ class StepLog:
         self._warned = False
         """whether discarded groups of different scores were warned of"""
         self._bar: tqdm | None = None
-        """progress of the training; None before its first record"""
+        """progress of the training; None before this process logs its first step"""
 
     def show(self, batch: DataProto, step: int, tokenizer: Any) -> None:
         """Show a sample of the batch of step 1: in the terminal, in a file, and in SwanLab with the first pictures."""
@@ -295,7 +295,10 @@ def timeline(round_: Round) -> Figure:
 
 
 def length_histogram(round_: Round) -> Figure:
-    """Draw a histogram of the trained response lengths (tokens), with a line at the mean; sigmas in the title."""
+    """Draw a histogram of the trained response lengths (tokens), with a line at the mean.
+
+    The title has the standard deviations of the lengths in the batch and within a group.
+    """
     lengths = np.array([length for group in round_.trained for length in group.lengths])
     figure, axes = _empty()
     axes.hist(lengths, bins=40, color=_ENDED)

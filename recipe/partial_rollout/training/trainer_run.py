@@ -109,7 +109,7 @@ class TrainerRun(_VerlsTrainer):
         """the driver of PR, set once verl has made the workers; None under noPR"""
         self.proximal = loss.ProximalPolicy.of(config, settings)
         self._noted = 0
-        """the last step whose training phase is in the run's log"""
+        """the last step whose training phase this process has logged; 0: none"""
         # verl looks the replica class up when it makes the workers.
         replica.register()
         # Clear verl's ``max_*_ckpt_to_keep``: the recipe removes old checkpoints itself, after the new one is sealed.

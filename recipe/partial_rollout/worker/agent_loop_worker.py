@@ -53,7 +53,10 @@ _PLACES = 2**32
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """Return ``work``'s result; raise RuntimeError if it exits: SystemExit would end asyncio's event loop."""
+    """Return ``work``'s result. If ``work`` exits the process (SystemExit, KeyboardInterrupt), raise RuntimeError.
+
+    Otherwise the exit would end asyncio's event loop.
+    """
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -285,9 +288,13 @@ def _align(
     A token that is not ``generated`` (mask 0) has version -1, log-prob 0 and id -1. The id is the turn's number times
     ``_PLACES`` plus the token's index in the turn. Two rows that train the same engine token have the same id.
 
-    Each generated token must come from one of ``turns``. If several made it at its place, those whose log-prob is not
-    ``given`` [R] (the agent loop's; None: it returned none) are left out; then the longest prompt decides, then the
-    earliest call.
+    A generated token must come from one of ``turns``, which made it at its position in the sequence. If the agent loop
+    returned log-probs (``given`` [R], else None), the token's must equal the engine's. If several turns fit, the
+    longest prompt decides, then the earliest call.
+
+    Raises:
+        RuntimeError: no turn made a generated token, or none made it with its given log-prob.
+        ValueError: a token was sampled with parameters that the trainer's log-probs do not have (``Turn.unlike``).
     """
     versions = np.full(len(response_ids), -1, np.int32)
     log_probs = np.zeros(len(response_ids), np.float32)

@@ -185,7 +185,9 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         """the model's tokenizer, which ``StopStrings`` needs; set by the worker"""
         self._keeps_kv = self.config.partial_rollout.resume_kv == ResumeKV.KEEP
         self._compares = self.config.partial_rollout.correction != Correction.NONE
-        """whether the loss compares the trainer's log-probs with the engine's"""
+        """whether the loss compares the trainer's log-probs with the engine's; only then ``unlike_training`` checks the
+        sampling parameters of a call
+        """
 
     def _vllm_request_id(self, request_id: str) -> str:
         sample = REQUEST.get().sample

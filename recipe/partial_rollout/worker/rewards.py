@@ -31,9 +31,14 @@ _TRAINERS = {
 
 
 def reward_permits(config: Any) -> int | None:
-    """Return how many reward calls each agent-loop worker may make at once under the whole ``config``; None: any number.
+    """Return how many reward calls each agent-loop worker may make at once; None: any number.
 
-    Workers share the cores of all nodes: verl spreads its reward workers over them, and each call goes to any of them.
+    ``reward_concurrency`` is returned if it is set. Otherwise a reward model or a sandbox has no limit. For a reward
+    function, the cores of all nodes are divided among the agent-loop workers, because verl spreads its reward workers
+    over all nodes.
+
+    Args:
+        config: the whole configuration.
     """
     given = config.partial_rollout.reward_concurrency
     if given is not None or config.reward.reward_model.enable or config.reward.sandbox_fusion.url:

@@ -82,7 +82,7 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 
 
 def _learn_to_see(model: Qwen3VLForConditionalGeneration, steps: int, rng: random.Random) -> None:
-    """Train the vision tower: its tokens are the digit's embedding, and what it adds to deeper layers is nothing."""
+    """Train the vision tower. The targets: its tokens equal the digit's embedding, its deepstack features are 0."""
     tower: Any = model.model.visual
     embedding: Any = model.get_input_embeddings().weight
     digits, processor = embedding.detach()[[VOCABULARY.index(str(digit)) for digit in range(10)]], image_processor()

@@ -142,7 +142,7 @@ def kept_checkpoints(config: DictConfig) -> int | None:
 
 
 def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
-    """Yield what this machine lacks for a run: devices, CPUs, disk.
+    """Yield what this machine lacks for a run: a GPU that torch sees, a C compiler, CPUs, disk. GPUs are not counted.
 
     Yield nothing if the run joins a Ray cluster or has several nodes, because another machine then trains. If the run
     needs GPUs and this machine has none, yield only a note.

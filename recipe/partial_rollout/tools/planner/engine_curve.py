@@ -115,7 +115,9 @@ def fit(calls: Collection[EngineCall]) -> EngineCurve:
     fixed = curve.step_s / float(np.median(curve.step_s + curve.sample_s * running + curve.context_s * contexts))
     if not _LEAST_SHARE < fixed < 1 - _LEAST_SHARE:
         raise _degenerate(
-            fitted, f"a full engine would be no {'slower' if fixed > 0.5 else 'faster'} than one sample alone"
+            fitted,
+            f"a full engine would {'take no longer for a step' if fixed > 0.5 else 'decode no more tokens a second'} "
+            "than with one sample",
         )
     return curve
 
@@ -125,7 +127,10 @@ def _degenerate(fitted: str, why: str) -> ValueError:
 
 
 class _Spans:
-    """The calls of one replica, with the running calls and the context lengths at each moment."""
+    """The calls of one replica. For each interval between two moments: running calls, and tokens in all their contexts.
+
+    A moment is the start or the end of a call. ``means`` estimates the tokens, which are 0 before its first call.
+    """
 
     def __init__(self, calls: CallColumns) -> None:
         starts, ends = calls.column("busy_from"), calls.column("end")
@@ -167,7 +172,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The replicas that decode."""
+    """The replicas of a simulation, which are equal: their speed and their slots."""
 
     curve: EngineCurve
     """speed of each replica"""

@@ -43,6 +43,7 @@ class Simulation:
 
     Args:
         settings: mode, sizes, overlap, bound and scheduling are used; dynamic sampling is not simulated.
+        cluster: the replicas that decode.
         lengths: response lengths by group.
         seed: shuffles the groups of ``lengths``, which are then repeated in this order; None: the given order.
         groups: number of groups in the data; None: endless.

@@ -71,7 +71,7 @@ class CallColumns(Collection[EngineCall]):
         return left, end[left], requested[back]
 
     def within(self, start: float, end: float) -> CallColumns:
-        """Cut the calls to the time from ``start`` to ``end`` (unix seconds), without the time that they queued.
+        """Cut the calls to the time from ``start`` to ``end`` (unix seconds). A call begins at the end of its queueing.
 
         A part gets tokens in proportion to its time, rounded such that the parts of a call add up to its tokens.
 

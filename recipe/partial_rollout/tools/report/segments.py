@@ -39,10 +39,12 @@ def drawn(run: RunRecord) -> dict[str, Any]:
 def _segments(run: RunRecord) -> dict[str, Any]:
     """Return the bars of the timeline as columns, sorted by lane, then by start.
 
-    A bar is an engine call, or a gap between two turns, in which the sample's tool or agent loop works. ``lanes`` has
-    (replica, number, count of bars, whether its bars are gaps) for each lane; a lane of calls is a slot. Engines do not
-    report which slot a call used, so each call gets the lowest slot that is free. ``sample`` is an index into
-    ``samples``, in which "" stands for calls that name no sample. ``version`` is -1 if unknown.
+    A column is base64 of little-endian numbers (``_column``). ``start`` and ``length`` are in ms; ``start`` is counted
+    from the run's first round. A bar is an engine call, or a gap between two turns, in which the sample's tool or agent
+    loop works. ``lanes`` has (replica, slot, count of bars, whether its bars are gaps) for each lane; gaps have lanes
+    of their own. Engines do not report which slot a call used, so each call gets the lowest slot that is free.
+    ``sample`` is an index into ``samples``, in which "" stands for calls that name no sample. ``version`` is -1 if
+    unknown.
     """
     calls = run.calls
     names, sample = np.unique(calls.column("sample"), return_inverse=True)

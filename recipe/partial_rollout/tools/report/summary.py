@@ -71,7 +71,7 @@ class Metric(cached_property):
 
     @property
     def means(self) -> str:
-        """The docstring of its method, in one line."""
+        """The meaning of the metric: the docstring of the method that computes it, in one line."""
         return " ".join((self.__doc__ or "").split())
 
 
@@ -107,7 +107,7 @@ class Summary:
 
     @metric()
     def phases_s(self) -> dict[str, float]:
-        """verl's timers, summed over the steps that count."""
+        """Seconds by name of verl's timers, summed over the steps that count; ``other`` is the rest of ``step``."""
         spent = {name: sum(step.seconds(name) for step in self.run.steps) for name in PHASES}
         spent["other"] = spent["step"] - sum(spent[name] for name in PHASES if name not in ("testing", "step"))
         return spent

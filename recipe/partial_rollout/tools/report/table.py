@@ -90,7 +90,10 @@ def report_console(comparison: Comparison) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """The tables of a report; each row has a note that says what it is."""
+    """Return the tables of a report.
+
+    Notes explain the rows of metrics, phases and settings, and the columns of the runs. Validations have none.
+    """
     return [
         _runs(comparison),
         *_validations(comparison),
