@@ -188,7 +188,7 @@ async def test_replacement_that_began_is_whole_when_the_wait_ends(stopped):
 
 
 async def test_worker_that_hangs_while_the_batch_is_awaited_is_ended_by_name():
-    said = r"agent_loop_worker_0 did not answer ray_ready within 0.2.* \(partial_rollout.deadlines.interrupt_s=0.2\)"
+    said = r"agent_loop_worker_0 was ended because it did not answer: ray_ready took more than 0.2 s \(.*interrupt_s\)"
     async with life(restarts=0) as one:
         one.workers[0].hangs.add("__ray_ready__")
         with pytest.raises(RolloutFailedError, match=rf"{said}.*restarts=0"):

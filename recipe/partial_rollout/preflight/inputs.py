@@ -96,7 +96,7 @@ def check_model(path: str, key: str = MODEL) -> None:
     local = Path(path) / "config.json"
     words = (
         "a local model directory with config.json, or a model of the hub such as Qwen/Qwen3-4B; if this machine cannot "
-        f"reach the hub, run `hf download {path} --local-dir DIR` on one that can, copy DIR here, then set MODEL=DIR"
+        f"reach the hub, run `hf download {path} --local-dir DIR` on one that can, copy DIR here, and set {key}=DIR"
     )
     # The hub's client raises what its transport raises; whatever it is, the model is not here.
     with refusing(key, path, words):

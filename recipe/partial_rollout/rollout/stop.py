@@ -191,4 +191,4 @@ class StopSignals:
         while not self.requested:
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(_GRACE_S)
-        raise NoAnswerError(f"a worker did not answer within {_GRACE_S:g} s of the stop signal")
+        raise NoAnswerError(f"no answer within {_GRACE_S:g} s after the stop signal")

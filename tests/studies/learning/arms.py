@@ -114,7 +114,8 @@ def _changed(arm: Arm, *names: str) -> Arm:
     return arm
 
 
-_DEFAULT = _changed(_within(_bounded(1.0), 4), "recompute", "mask")
+_UNMASKED = _changed(_within(_bounded(1.0), 4), "recompute")
+_DEFAULT = _changed(_UNMASKED, "mask")
 _QUICK = _changed(_bounded(1.5), "mask")
 
 
@@ -143,7 +144,11 @@ ARMS = {
         *(_changed(_eta(eta), name) for eta in ETAS for name in ("uncorrected", "mask")),
         *(_changed(_eta(8), name) for name in ("recompute", "decay")),
         _changed(_eta(8), "mask", "decay"),
-        *(_less_pushed(arm, each) for arm in (_eta(8), _changed(_eta(8), "mask"), _DEFAULT) for each in Candidate),
+        *(
+            _less_pushed(arm, each)
+            for arm in (_eta(8), _changed(_eta(8), "mask"), _UNMASKED, _DEFAULT)
+            for each in Candidate
+        ),
         _delayed(8),
         _changed(_delayed(8), "mask"),
         replace(_COLOCATE, name="v1_colocate_async"),
