@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe.partial_rollout.records.metrics import held_out_rewards
 from recipe.partial_rollout.tasks.trace_task.prepare import main as prepare
 from tests.chaos.victim import kill_session
 from tests.gpu.stacks import Sampler
@@ -173,6 +175,55 @@ def steps_of(
         kill_session(process)
         if sampler is not None:
             sampler.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A model that learns, and is validated every few steps."""
+
+    model: Path
+    data: Path
+    """folder of ``train.parquet`` and ``val.parquet``"""
+    sizes: Sizes
+    reward: str
+    """module of ``compute_score``"""
+    lr: float
+    more: tuple[str, ...] = ()
+    """overrides of this task alone"""
+
+    def overrides(self, *, tiny: bool) -> list[str]:
+        """Hydra's."""
+        return [
+            *self.sizes.overrides(),
+            f"actor_rollout_ref.model.path={self.model}",
+            f"data.train_files={self.data / 'train.parquet'}",
+            f"data.val_files={self.data / 'val.parquet'}",
+            f"data.val_max_samples={4 if tiny else 64}",
+            f"reward.custom_reward_function.path={self.reward}",
+            "reward.custom_reward_function.name=compute_score",
+            f"actor_rollout_ref.actor.optim.lr={self.lr}",
+            f"trainer.test_freq={2 if tiny else 4}",
+            *self.more,
+        ]
+
+    def train(self, arm: str, options: Namespace) -> Iterator[dict[str, Any]]:
+        """Train ``arm`` for its share of the time; give the figures of each step as soon as they are logged."""
+        until = time.monotonic() + options.seconds / len(options.arms or ARMS)
+        directory = options.scratch / "runs" / f"{options.name}_{arm}"
+        steps, overrides = 2 if options.tiny else 200, self.overrides(tiny=options.tiny)
+        asked, trained_s = command(arm, directory, steps, overrides, tiny=options.tiny), 0.0
+        for metrics in steps_of(asked, directory, until):
+            trained_s += metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0)
+            yield {
+                "arm": arm,
+                "step": metrics["step"],
+                "trained_s": trained_s,
+                "score": metrics["critic/score/mean"],
+                "held_out": next(iter(held_out_rewards([metrics])), None),
+                "prompt": metrics["prompt_length/mean"],
+                "probs_diff": metrics.get("training/rollout_probs_diff_mean"),
+                **speed(metrics, self.sizes.prompts * self.sizes.samples),
+            }
 
 
 def speed(metrics: dict[str, Any], samples: int) -> dict[str, float | int | None]:
