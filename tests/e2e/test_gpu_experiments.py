@@ -1,6 +1,6 @@
 """Every experiment that is prepared for a GPU runs at its tiny size: real verl and vLLM, and figures as on a device.
 
-A training takes a minute to start, so pair and learn run one arm each.
+A training takes a minute to start, so pair, learn and images run one arm each.
 """
 
 import json
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu.images import NOT_POSSIBLE
+from tests.gpu import images, merge
 from tests.gpu.pair import LONG_TAIL
 from tests.gpu.training import ARMS, command
 
@@ -103,18 +103,32 @@ def test_release_that_the_recipe_refuses_is_a_figure(run, tmp_path):
     assert figure["vllm"] == "99.0.0" and "vLLM 99.0.0: a release from" in figure["refused"]
 
 
-def test_images_say_that_they_are_not_possible(run):
-    ended = run("images")
-    assert ended.code == NOT_POSSIBLE and ended.figures == []
-    assert "images: not possible" in ended.terminal
+def test_pictures_are_carried_over_an_update_and_both_sides_see_the_same(run, count_start):
+    count_start()
+    ended = run("images", "--arms", "PR")
+    assert ended.code == 0, ended.terminal[-3000:]
+    first, second = ended.figures
+    assert [(each["arm"], each["step"]) for each in (first, second)] == [("PR", 1), ("PR", 2)]
+    assert all(each["interrupt_s"] > 0 and each["mfu_update"] > 0 for each in (first, second))
+    assert (first["stalest"], second["stalest"]) == (0, 1)
+    # Other pixels in the trainer would give other probabilities; the policy of step 1 is the engine's.
+    assert 0 < first["probs_diff"] < 1e-5
+    assert first["held_out"] is None and 0 <= second["held_out"] <= 1
+    table = merge.images(ended.figures).markdown()
+    assert f"| held-out reward, first to last |  | {second['held_out']:.3f} to" in table
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_sizes_for_a_device_pass_the_check(arm, folder):
-    asked = command(arm, folder / "run", 4, LONG_TAIL.overrides(folder / "nothing"), tiny=False)
+@pytest.mark.parametrize("experiment", ["pair", "images"])
+def test_sizes_for_a_device_pass_the_check(experiment, arm, folder):
+    if experiment == "pair":
+        overrides = LONG_TAIL.overrides(folder / "nothing")
+    else:
+        overrides = images.lesson(folder, tiny=False).overrides(tiny=False)
+    asked = command(arm, folder / "run", 4, overrides, tiny=False)
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run([*asked, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    # Model and prompts are made on the machine.
+    # The device is missing here, and what the pair makes there: its model and prompts.
     assert done.returncode == 3, done.stdout + done.stderr
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert failed and all("missing" in line for line in failed), failed

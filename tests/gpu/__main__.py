@@ -18,7 +18,7 @@ EXPERIMENTS = {
     "update": "the update alone, packed, with and without use_liger: MFU of each part",
     "learn": "SmolLM2 counts, PR against noPR to a fixed reward",
     "accept": "the acceptance: pytest -m gpu",
-    "images": "not possible yet: exit code 4",
+    "images": "a tiny Qwen3-VL reads pictures, PR against noPR",
     "newest": "another release of vLLM, or the error that refuses it",
 }
 """by name, in the order of their worth"""
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--stacks", action="store_true", help="sample the stacks of driver and engine every 20 ms (pair)")
     run.add_argument("--seconds", type=float, default=60 * MINUTES, help="time of trainings, their starts included")
     run.add_argument("--repeats", type=int, default=99, help="pairs of trainings, at most (pair)")
-    run.add_argument("--arms", nargs="+", choices=("noPR", "PR"), help="run these alone (pair, learn)")
+    run.add_argument("--arms", nargs="+", choices=("noPR", "PR"), help="run these alone (pair, learn, images)")
     for each in (pack, run):
         each.add_argument("--scratch", type=Path, default=SCRATCH, help=f"folder of all else (default: {SCRATCH})")
         each.add_argument("--vllm", metavar="RELEASE", help="vLLM's release, in place of the lock file's")

@@ -101,6 +101,18 @@ def learn(figures: list[Figure]) -> Table:
     return Table("SmolLM2 counts", header, rows)
 
 
+def images(figures: list[Figure]) -> Table:
+    """As ``pair``'s, with held-out rewards, and whether the trainer sees the pictures that the engine has seen."""
+    speed = pair(figures)
+    rewards, differences = ["held-out reward, first to last"], ["difference of probabilities, step 1"]
+    for arm in WARM_UP:
+        steps = [each for each in figures if each["arm"] == arm]
+        validated = [each["held_out"] for each in steps if each["held_out"] is not None]
+        rewards.append(f"{validated[0]:.3f} to {validated[-1]:.3f}" if validated else "")
+        differences.append(_shown(steps[0]["probs_diff"], ".1e") if steps else "")
+    return Table(f"Pictures: {speed.title}", speed.header, [*speed.rows, [*rewards, ""], [*differences, ""]])
+
+
 def accept(figures: list[Figure]) -> Table:
     """A row a test."""
     rows = [[each["test"], each["outcome"], f"{each['seconds']:g}", each["error"]] for each in figures]
@@ -118,6 +130,7 @@ TABLES: dict[str, Callable[[list[Figure]], Table]] = {
     "update": update,
     "learn": learn,
     "accept": accept,
+    "images": images,
     "newest": newest,
 }
 
