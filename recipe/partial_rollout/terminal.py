@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from tqdm import tqdm
 OUTPUT = "output.log"
 """file of the run directory with what libraries print"""
 _DESCRIPTORS = (1, 2)
+_WITNESS = 'read -r _ || { echo "$0"; tail -n 5 "$1"; } >&2'
+"""shell program that reads a line, and prints if its standard input ends without one, as it does when we die"""
+_END_S = 5.0
+"""seconds in which the witness ends"""
 
 
 class _Apart:
@@ -31,6 +36,8 @@ class _Apart:
         self.terminal = [os.fdopen(os.dup(each), "w", buffering=1, errors="backslashreplace") for each in _DESCRIPTORS]
         """standard output and standard error, as they were"""
         self.file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+        self.witness: subprocess.Popen[bytes] | None = None
+        """process that says on the terminal that this one was killed, or was ended by a library, as Ray's may"""
         self._redirect()
 
     def keep(self, path: Path) -> None:
@@ -43,9 +50,18 @@ class _Apart:
         self.file.close()
         self.file = kept
         self._redirect()
+        # Unbuffered, so that ``known_end`` writes at once; a session of its own, so that Ctrl-C does not reach it.
+        text = f"the process ended without an error of its own: see {path}, which ends with"
+        asked = ["sh", "-c", _WITNESS, text, str(path)]
+        self.witness = subprocess.Popen(
+            asked, bufsize=0, stdin=subprocess.PIPE, stderr=self.terminal[1], start_new_session=True
+        )
 
     def end(self) -> None:
         _flush()
+        known_end()
+        if self.witness is not None:
+            self.witness.communicate(timeout=_END_S)
         for descriptor, stream in zip(_DESCRIPTORS, self.terminal, strict=True):
             os.dup2(stream.fileno(), descriptor)
             stream.close()
@@ -97,6 +113,14 @@ def say(text: object, *, error: bool = False) -> None:
     with tqdm.external_write_mode(file=err):
         stream.write(f"{text}\n".encode(signs, "backslashreplace").decode(signs))
         stream.flush()
+
+
+def known_end() -> None:
+    """Tell the witness that this process ends by itself. ``os._exit`` needs it before; ``libraries_apart`` does it."""
+    witness = _apart and _apart.witness
+    if witness and witness.stdin:
+        with suppress(OSError, ValueError):
+            witness.stdin.write(b"\n")
 
 
 def bars() -> TextIO:

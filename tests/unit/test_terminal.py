@@ -80,7 +80,7 @@ LIBRARIES = """
 import os, subprocess, sys
 from pathlib import Path
 from tqdm import tqdm
-from recipe.partial_rollout.terminal import bars, keep_output, libraries_apart, say
+from recipe.partial_rollout.terminal import bars, keep_output, known_end, libraries_apart, say
 
 with libraries_apart():
     print("python, before the run has a directory")
@@ -106,6 +106,18 @@ def test_libraries_print_to_a_file_and_the_recipe_to_the_terminal(tmp_path):
     printed = {"python, before the run has a directory", "C", "a child", "a traceback"}
     assert (
         file.read_text().splitlines()[0] == "of the start before" and set(file.read_text().splitlines()[1:]) == printed
+    )
+
+
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "os._exit(1)", "known_end(), os._exit(1)"])
+def test_process_that_ends_without_a_word_leaves_one_on_the_terminal(tmp_path, ends):
+    program = LIBRARIES.replace('print("a traceback", file=sys.stderr)', f"os.write(2, b'The raylet died.'), {ends}")
+    asked = [sys.executable, "-c", program, str(tmp_path / "output.log")]
+    run = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode and (last == "a warning" if "known" in ends else last == "The raylet died."), run.stderr
+    assert (f"the process ended without an error of its own: see {tmp_path}/output.log" in run.stderr) != (
+        "known" in ends
     )
 
 

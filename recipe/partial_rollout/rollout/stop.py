@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
-from recipe.partial_rollout.terminal import bars, say
+from recipe.partial_rollout.terminal import bars, known_end, say
 from recipe.partial_rollout.waits import NoAnswerError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -157,6 +157,7 @@ class StopSignals:
         number = self._number or signal.SIGINT
         # Without the lock that a thread at work may hold.
         print(f"training stopped by {signal.Signals(number).name}", file=bars(), flush=True)
+        known_end()
         # No handlers of exit, which may wait for Ray. The code is what a shell reports of a process that the signal ended.
         os._exit(128 + number)
 
