@@ -21,7 +21,7 @@ from tests.gpu.cubins import keep_architecture
 
 def test_median_at_the_cap_is_refused(tmp_path, capsys):
     assert prepare(["--out", str(tmp_path), "--median", "10", "--cap", "10"]) == 2
-    assert capsys.readouterr().err == "--median=10: below --cap=10\n"
+    assert capsys.readouterr().err == "--median=10: must be below --cap=10\n"
 
 
 def test_sigma_lengthens_the_tail_and_keeps_the_median():

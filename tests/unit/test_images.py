@@ -240,7 +240,7 @@ def test_other_media_and_models_are_refused_under_partial_rollout_alone(check, v
 
 def test_package_that_reads_images_is_named_before_every_row_is_left_out(check, monkeypatch):
     monkeypatch.setattr("recipe.partial_rollout.preflight.rows.is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match=r"^data\.train_files=.*the package qwen_vl_utils, and it is not installed"):
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*the package qwen_vl_utils; it is not installed"):
         check([row(0, "r")])
 
 

@@ -30,11 +30,11 @@ def test_placement_is_one_override_and_a_small_overlap_is_warned_of(placed, caps
 def test_more_devices_than_ray_has_and_a_vllm_that_cannot_hold_are_refused(placed, monkeypatch):
     config = placed(*ONE_NODE, f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2")
     check_cluster(config, {"CPU": 99, "GPU": 5})
-    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* it needs 5 in Ray, which has 4"):
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=3: .* the run needs 5 devices in Ray, which has 4"):
         check_cluster(config, {"CPU": 99, "GPU": 4})
     check_cluster(placed(COLOCATED, "trainer.n_gpus_per_node=8"), {"CPU": 99, "GPU": 1})
     monkeypatch.setattr(releases, "vllm", lambda: "0.30.0")
-    with pytest.raises(ConfigError, match=r"placement=separate: must be colocated: only engines of vLLM 0\.24\.0,"):
+    with pytest.raises(ConfigError, match=r"placement=separate: must be colocated: .* is tested only with vLLM"):
         check_settings(config)
-    with pytest.raises(ConfigError, match=r"resume_kv=keep: must be recompute: only engines of vLLM 0\.24\.0,"):
+    with pytest.raises(ConfigError, match=r"resume_kv=keep: must be recompute: .* is tested only with vLLM"):
         check_settings(placed(COLOCATED, "partial_rollout.resume_kv=keep"))
