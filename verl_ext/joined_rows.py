@@ -2,7 +2,7 @@
 
 verl's v1 compares samples for ``grpo`` only. Its other estimators compare rows, so a sample with five rows has five
 votes in the baseline of its group. Here an estimator gets each sample as one sequence: its rows one behind the other,
-with the score once, at the end. If the last row of a sample trains nothing, its other rows keep their advantage.
+with the score once, on the last token that trains. So rows keep their advantage if the sample's last row trains nothing.
 ``gae`` stays as in verl: each row is a sequence that ends in the sample's score. The patch may go when verl compares
 samples.
 
@@ -43,15 +43,18 @@ def _joined(data: DataProto, owners: np.ndarray, places: np.ndarray, counts: np.
     """Join the rows [B, R] of each sample into one row [S, K * R], where K is the most rows that a sample has."""
     from verl.protocol import DataProto
 
-    mask, rewards = data.batch["response_mask"], data.batch["token_level_rewards"]
+    mask, scores = data.batch["response_mask"], data.batch["token_level_scores"]
     # Every row has the score of its sample; what else is in its rewards, such as a KL penalty, is its own.
-    earlier = torch.from_numpy(places < counts[owners] - 1)[:, None]
-    rewards = torch.where(earlier, rewards - data.batch["token_level_scores"], rewards)
+    penalties = data.batch["token_level_rewards"] - scores
     joined = {}
-    for name, values in {"response_mask": mask, "token_level_rewards": rewards}.items():
+    for name, values in {"response_mask": mask, "token_level_rewards": penalties}.items():
         whole = values.new_zeros(len(counts), max(counts), values.shape[1])
         whole[owners, places] = values
         joined[name] = whole.flatten(1)
+    # On the last token that trains: ``reinforce_plus_plus`` carries no reward back from another one.
+    trained, final = joined["response_mask"] > 0, np.flatnonzero(places == counts[owners] - 1)
+    last = (trained * torch.arange(trained.shape[1])).argmax(dim=1)
+    joined["token_level_rewards"][owners[final], last[owners[final]]] += scores[final].sum(dim=1)
     uids = data.non_tensor_batch["uid"][np.unique(owners, return_index=True)[1]]
     return DataProto.from_dict(joined, non_tensors={"uid": uids})
 
