@@ -46,7 +46,10 @@ def _decompressed(packed: bytes) -> Any:
 
 
 def patch(module: Any) -> None:
-    """Replace a method of verl's ``RewardLoopWorker``, and how ``RewardLoopManager`` starts its workers."""
+    """Give each answer of ``compute_score_disrm`` a ``reward_extra_info``, and have Ray restart a worker that dies.
+
+    For restarts, ``RewardLoopManager`` starts its workers with ``max_restarts`` and a compressed config.
+    """
     worker = module.RewardLoopWorker
     ask_classifier = worker.compute_score_disrm
 

@@ -37,6 +37,7 @@ require("verl", VERL, "shm_weights")
 BACKEND = "shm"
 Named = tuple[str, torch.Tensor]
 _POLL_S = 0.005
+"""seconds between two looks whether the trainer has written a version"""
 _ALIGNMENT, _LENGTH_BYTES = 64, 8
 
 

@@ -89,7 +89,7 @@ def patch_estimators(module: Any) -> None:
 def patch_trainer(module: Any) -> None:
     """Give the KL penalty and the logged metrics of verl's trainer only the rows that train.
 
-    Metrics of speculative decoding leave out rows without counts.
+    Metrics of speculative decoding leave out rows that have no counts of draft tokens.
     """
 
     @around(module, "apply_kl_penalty")

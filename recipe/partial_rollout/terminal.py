@@ -25,7 +25,7 @@ _DESCRIPTORS = (1, 2)
 _WITNESS = 'read -r _ || { echo "$0"; tail -n 5 "$1"; } >&2'
 """shell program that reads a line, and prints if its standard input ends without one, as it does when we die"""
 _END_S = 5.0
-"""seconds in which the witness ends"""
+"""seconds for which the end of a run waits until the witness has ended"""
 
 
 class _Apart:

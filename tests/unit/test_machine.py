@@ -179,7 +179,9 @@ def test_machines_own_findings_count_where_the_run_will_train(build, looks_like_
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     (said,) = problems(build(), None)
-    assert said.startswith("note  device          this machine has no GPU to compare with: ")
+    assert said.startswith(
+        "note  device          this machine has no GPU, so its CPUs and disk are not checked either: "
+    )
 
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"

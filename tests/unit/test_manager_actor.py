@@ -91,21 +91,21 @@ async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(pr
 @BOTH
 async def test_each_version_has_one_batch(stop, prompts, output):
     actor = actor_of()
-    with pytest.raises(RuntimeError, match="wait_batch: the round is closed: call begin_version first"):
+    with pytest.raises(RuntimeError, match="wait_batch: the version is closed, not open: call begin_version first"):
         await soon(actor.wait_batch(stop))
     actor, (first, _) = await begun(prompts)
     with pytest.raises(RuntimeError, match="the batch of version 0 is not taken: 1 cannot follow"):
         await actor.begin_version(1, [], 0)
     await end(actor, output, first)
     await soon(actor.wait_batch(stop))
-    with pytest.raises(RuntimeError, match=r"wait_batch: the round is .*: call begin_version first"):
+    with pytest.raises(RuntimeError, match=r"wait_batch: the version is .*, not open: call begin_version first"):
         await soon(actor.wait_batch(stop))
     if not stop:
         with pytest.raises(RuntimeError, match="the batch of version 0 is not trained: 1 cannot follow"):
             await actor.begin_version(1, [], 0)
     await actor.finish_step()
     for version in (0, 2):
-        with pytest.raises(RuntimeError, match=f"{version} after 0: each version trains one batch"):
+        with pytest.raises(RuntimeError, match=f"{version} cannot follow 0: each batch raises the version by one"):
             await actor.begin_version(version, [], 0)
     assert not await actor.begin_version(1, [], 0)
 

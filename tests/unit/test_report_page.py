@@ -99,6 +99,6 @@ def test_hover_in_chromium_shows_the_segments_of_a_sample(tmp_path):
     hidden, text = json.loads(html.unescape(re.search(r'data-result="(.*?)"', done.stdout)[1]))
     assert not hidden
     lines = [line.strip() for line in text.splitlines()]
-    assert lines[0] == "sample 1#8: 3 segments, 1 interruption, 120 tokens"
+    assert lines[0] == "sample 1#8: 3 engine calls, 1 interruption, 120 tokens"
     assert lines[1].endswith("interrupted") and lines[2] == "waits to resume: 10.0 s"
     assert lines[3].startswith("v1: 20 tokens in 2.0 s") and lines[4] == "tools and agent loop: 1.0 s"

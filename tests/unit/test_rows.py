@@ -88,17 +88,21 @@ LOST = {
     "ShareGPT's keys": (
         [{"from": "human", "value": ASKED}],
         BRANCHES,
-        "the chat template does not write {'from': 'human'",
+        "the chat template leaves out text of {'from': 'human'",
     ),
     "a role that the template has no branch for": ([{"role": "human", "content": ASKED}], BRANCHES, "'role': 'human'"),
     "None as content": ([{"role": "user", "content": None}], FORGIVING, "'content': None"),
-    "a path as template": ([USER], "/models/mine/chat_template.jinja", "the chat template does not write {.*what is 3"),
+    "a path as template": (
+        [USER],
+        "/models/mine/chat_template.jinja",
+        "the chat template leaves out text of {.*what is 3",
+    ),
     "a system prompt that the template leaves out": (
         [SYSTEM, USER],
         NO_SYSTEM,
-        "the chat template does not write .*be brief",
+        "the chat template leaves out text of .*be brief",
     ),
-    "a list of parts that a template prints": ([IN_PARTS], PRINTS, "it"),
+    "a list of parts that a template prints": ([IN_PARTS], PRINTS, "prints its content as a Python list"),
     "a part without its text": ([{"role": "user", "content": [{"type": "text", "value": ASKED}]}], PARTS, "'value'"),
 }
 

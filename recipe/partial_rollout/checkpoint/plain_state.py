@@ -56,7 +56,11 @@ def _packed(value: Any) -> bytes:
 
 
 def _extended(value: Any) -> msgpack.ExtType:
-    """Pack a value that msgpack has no type for."""
+    """Pack a tuple or a numpy value, for which msgpack has no type.
+
+    Raises:
+        UnsaveableError: the value has another type or a dtype that is not allowed, or holds such a value.
+    """
     kind = type(value)
     if kind is tuple:
         return msgpack.ExtType(_TUPLE, _packed(list(value)))

@@ -35,7 +35,7 @@ def closed_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened_row(row: dict[str, Any]) -> dict[str, Any]:
-    """``row`` with its images opened, as verl's agent loops and rewards read them."""
+    """``row`` with its images opened: as PIL images, which verl's agent loops and rewards read."""
     messages = row.get(MESSAGES)
     if not has_images(messages):
         return row

@@ -91,7 +91,7 @@ def claim_retention(trainer: Any, *, critic: bool) -> int | None:
 class RunCheckpoints:
     """The checkpoints of one run directory. The constructor chooses the one to resume, and verifies its files once.
 
-    ``begin`` makes this choice the run's lineage. Call it before the first ``save``; the directory must exist by then.
+    ``begin`` writes this choice into the tracker. Call it before the first ``save``; the directory must exist by then.
 
     Args:
         run_dir: ``trainer.default_local_dir``.
@@ -180,10 +180,15 @@ class RunCheckpoints:
         return tracked is None or self.resumed_step <= tracked
 
     def begin(self) -> Path:
-        """Make the choice the run's lineage, then set aside the checkpoints that it supersedes; returns where they go.
+        """Write the step to resume into the tracker, then move the checkpoints of later steps aside.
+
+        A run that starts over, or from another run's checkpoint, moves all checkpoints of its directory.
+
+        Returns:
+            the folder for what is moved; it need not exist.
 
         Raises:
-            ConfigError: another process has saved or removed checkpoints since the choice, which was made before the lock.
+            ConfigError: another process has saved or removed checkpoints since the constructor chose the one to resume.
         """
         if sorted(self._steps()) != self._found:
             words = (

@@ -45,7 +45,7 @@ OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
 class Choice(StrEnum):
-    """A word of the configuration. Members are declared as ``NAME = value, words``."""
+    """Base of the enums of words that a key takes as values. Members are declared as ``NAME = value, words``."""
 
     words: str
     """its meaning"""
@@ -58,7 +58,7 @@ class Choice(StrEnum):
 
 
 class Mode(Choice):
-    """``partial_rollout.mode``."""
+    """Values of ``partial_rollout.mode``."""
 
     WINDOW = "window", "at the start of a round, up to `(1 + overlap) * N` groups are unfinished or ready"
     SSIM = "ssim", "the published supplementation: all through the round, up to `N * rollout.n` samples are unfinished"
@@ -70,7 +70,7 @@ class Mode(Choice):
 
 
 class Placement(Choice):
-    """``partial_rollout.placement``."""
+    """Values of ``partial_rollout.placement``."""
 
     COLOCATED = "colocated", "trainer and engines share the devices and take turns"
     SEPARATE = (
@@ -81,7 +81,7 @@ class Placement(Choice):
 
 
 class SchedulingPolicy(Choice):
-    """``partial_rollout.scheduling.policy``."""
+    """Values of ``partial_rollout.scheduling.policy`` that name the recipe's orders; it may also be an import path."""
 
     BOUNDED = (
         "bounded",
@@ -91,7 +91,7 @@ class SchedulingPolicy(Choice):
 
 
 class ResumeKV(Choice):
-    """``partial_rollout.resume_kv``."""
+    """Values of ``partial_rollout.resume_kv``."""
 
     RECOMPUTE = "recompute", "prompt and tokens so far are prefilled again under the new weights"
     KEEP = (
@@ -102,14 +102,14 @@ class ResumeKV(Choice):
 
 
 class Correction(Choice):
-    """``partial_rollout.correction``."""
+    """Values of ``partial_rollout.correction``."""
 
     DECOUPLED = "decoupled", "the loss weighs them by `pi_prox / pi_behav` (AReaL, arXiv:2505.24298, equation 5)"
     NONE = "none", "they train as if the weights before the update had made them; for ablations, prints a warning"
 
 
 class TrustRegion(Choice):
-    """``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
+    """Values of ``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
 
     AUTO = "auto", "`mask`; `none` where the loss has one ratio a sequence, or with `correction=none`"
     NONE = "none", "as far as the updates take it"
@@ -132,7 +132,7 @@ def whole(groups: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """``partial_rollout.scheduling``."""
+    """Section ``partial_rollout.scheduling``."""
 
     policy: SchedulingPolicy | ImportPath = key(
         SchedulingPolicy.BOUNDED,
@@ -159,7 +159,7 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """``partial_rollout.deadlines``: limits of waits, in seconds. A wait that passes its limit ends the run.
+    """Section ``partial_rollout.deadlines``: limits of waits, in seconds. A wait that passes its limit ends the run.
 
     Two do not: a late reward fails and is computed again, and a late agent-loop worker is replaced.
     """
@@ -180,7 +180,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """``partial_rollout.tools``."""
+    """Section ``partial_rollout.tools``."""
 
     release_after_s: Annotated[float, Meta(ge=0)] = key(
         0.1,
@@ -191,7 +191,7 @@ class ToolCalls:
 
 @dataclass(frozen=True, slots=True)
 class FailureLimits:
-    """``partial_rollout.failures``: how much may go wrong before the run ends."""
+    """Section ``partial_rollout.failures``: how much may go wrong before the run ends."""
 
     sample_retries: Whole | None = key(
         2,

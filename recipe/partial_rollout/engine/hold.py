@@ -67,6 +67,8 @@ class Span(NamedTuple):
 async def pause(engine: Any, *, clear_kv: bool) -> None:
     """Hold ``engine``, and return when its output processor has every token made so far. A second hold changes nothing.
 
+    The encoder cache of a multimodal model is emptied, whatever ``clear_kv``.
+
     Args:
         engine: vLLM's ``AsyncLLM``.
         clear_kv: empty the KV cache, including the blocks of running requests and of KV connectors.

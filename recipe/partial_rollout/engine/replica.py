@@ -52,7 +52,7 @@ from verl_ext.vllm_plugin import PIECEWISE, preemptions_of
 _FLAT: Any = getattr(logprobs, "FlatLogprobs", ())
 _SYNC_METHODS = ("update_weights_from_ipc", "update_verl_delta_weights")
 _END_S = 10.0
-"""seconds for a killed process to be gone"""
+"""seconds for which a restart waits until the killed engine processes are gone"""
 
 ProcessId = tuple[int, float]
 """process id and creation time (unix seconds), because ids are reused"""
@@ -301,7 +301,10 @@ class RecipeVLLMServer(vLLMHttpServer):
             await self.engine.reset_encoder_cache()
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` on the workers as verl's server does, and keep the first error of a weight sync."""
+        """Call ``method`` on the workers as verl's server does.
+
+        The first error of a weight sync is kept for ``weight_sync_error``.
+        """
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
@@ -334,9 +337,10 @@ class RecipeVLLMServer(vLLMHttpServer):
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     async def kv_tokens(self) -> int | None:
-        """Return how many context tokens the KV caches of this server's engines hold together; None without such a cache.
+        """Return the capacity of this server's KV caches in context tokens, summed over its engines.
 
-        vLLM's own figure, which accounts for layers that hold less than the whole context.
+        None if vLLM states none. It is vLLM's own figure, which accounts for layers that cache less than the whole
+        context.
         """
         config: VllmConfig = self.engine.vllm_config
         tokens = getattr(config.cache_config, "kv_cache_size_tokens", None)

@@ -261,7 +261,7 @@ class Groups:
         group.state = state
 
     def _no_longer(self, birth: int | None) -> None:
-        """Count one group less of this birth: it is no longer in flight, or no longer WAITING."""
+        """Lower ``births[birth]`` by one: such a group has left flight or, for None, has started."""
         self.births[birth] -= 1
         if not self.births[birth]:
             del self.births[birth]
@@ -285,7 +285,7 @@ class Groups:
 
     @property
     def carried(self) -> int:
-        """Groups that are ACTIVE or READY: in flight, and started."""
+        """Number of groups that are ACTIVE or READY. If a version began now, it would carry them."""
         return self.in_flight - self.births[None]
 
     @property

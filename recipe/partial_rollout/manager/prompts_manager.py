@@ -311,7 +311,9 @@ class PromptsManager:
             state = "trained" if ahead else "taken"
             raise RuntimeError(f"begin_version: the batch of version {present} is not {state}: {version} cannot follow")
         if version < present or (self.batch_taken and version != present + 1):
-            raise RuntimeError(f"begin_version: {version} after {present}: each version trains one batch")
+            raise RuntimeError(
+                f"begin_version: {version} cannot follow {present}: each batch raises the version by one"
+            )
         # Before prompts are admitted: the batch with the trainer counts until its version has passed (``pacing_load``).
         self.version = version
         self.batch_taken = False
@@ -326,7 +328,7 @@ class PromptsManager:
     def require_open(self, verb: str) -> None:
         """Raise RuntimeError, which names the state, unless the batch of this version is to come."""
         if self._version_state is not VersionState.OPEN:
-            raise RuntimeError(f"{verb}: the round is {self._version_state}: call begin_version first")
+            raise RuntimeError(f"{verb}: the version is {self._version_state}, not open: call begin_version first")
 
     def round_complete(self) -> bool:
         """Whether the batch of this version can be taken.

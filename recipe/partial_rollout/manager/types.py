@@ -100,7 +100,7 @@ class SampleOutput:
     versions: np.ndarray
     """int32 [R]; policy version of each generated token, -1 where the mask is 0"""
     segments: int
-    """number of the sample's segments: engine calls, where a call that was held counts once for each version"""
+    """number of the sample's segments: one for each engine call, or for each version that made tokens of a held call"""
     reward_score: float | None
     reward_extra_info: dict[str, Any]
     num_turns: int

@@ -188,6 +188,7 @@ def is_installed(module: str) -> bool:
 _SIZES = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 """options of ``ray.init`` that set the size of a new Ray; Ray refuses them for a run that joins a cluster"""
 _ANSWERS_S = 2.0
+"""seconds in which a Ray cluster must accept the connection that tests its address"""
 
 
 def check_device(config: DictConfig) -> None:

@@ -241,7 +241,9 @@ def _check_prompt(prompt: Any, rendering: str) -> None:
         # A template for text alone may print a list of parts as Python does.
         printed = parts is content and str(content) in rendering
         if printed or not all(isinstance(text, str) and _is_in(rendering, text) for text in texts):
-            raise ValueError(f"the chat template does not write {message!r:.120}")
+            raise ValueError(
+                f"the chat template leaves out text of {message!r:.120}, or prints its content as a Python list"
+            )
 
 
 def _is_in(rendering: str, text: str) -> bool:

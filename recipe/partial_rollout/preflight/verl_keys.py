@@ -132,13 +132,16 @@ of ``save_freq``; ``data.filter_prompts``, which verl reads without declaring it
 
 
 def check_verl_keys(config: DictConfig) -> None:
-    """Refuse values of another type than verl's, and keys that are misspelt or moved.
+    """Refuse values of a wrong type or range, misspelt keys, and keys that verl no longer reads.
+
+    A key is misspelt if verl does not declare it and it resembles a key that verl declares. Other unknown keys pass. A
+    key that verl no longer reads (``_MOVED``) may keep its default.
 
     Args:
         config: resolved.
 
     Raises:
-        ConfigError: for the first of them, in one line.
+        ConfigError: for the first mistake, in one line.
     """
     given: Any = OmegaConf.to_container(config)
     # data and trainer come first: many other keys copy theirs, and the error must name the key that the user has set.

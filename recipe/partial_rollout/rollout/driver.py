@@ -355,7 +355,11 @@ class Driver:
             self._recorder.phase("flush", self._version + 1, began)
 
     async def load(self, checkpoints: RunCheckpoints) -> None:
-        """Restore what was in flight at the checkpoint to resume, before the first version."""
+        """Restore the position in the data and what was in flight, from the checkpoint to resume.
+
+        Call it before the first version begins. Colocated with a group filter, it begins the version of the resumed
+        step itself, so that ``exhausted`` is right before the first step.
+        """
         self._source.load_state_dict(read_snapshot(checkpoints.resumed_state("source")))
         path = checkpoints.resumed_state("manager")
         await self._guard.wait(self._manager.load.remote(str(path)), f"loading {path}", "weight_sync_s")

@@ -17,6 +17,7 @@ from recipe.partial_rollout.waits import NoAnswerError
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LOOK_EVERY_S = 0.2
+"""seconds between two looks whether a signal has come"""
 _SAME_ORDER_S = 5.0
 """seconds after a signal in which SIGTERM and SIGHUP are ignored as its repetition: a scheduler may signal the trainer
 and its batch script, which passes the signal on. A key is pressed on purpose, so Ctrl-C always counts"""
@@ -24,7 +25,7 @@ and its batch script, which passes the signal on. A key is pressed on purpose, s
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
 _END_WITHIN_S = 20.0
-"""seconds that ending at once may take, Ray's shutdown included"""
+"""seconds until a process that was told to end at once is killed; Ray's shutdown must fit into them"""
 
 
 class StopTraining(Exception):

@@ -60,11 +60,11 @@ def write_smollm2(out: Path) -> None:
 def ready_tokenizer(tokenizer: Any) -> None:
     """Correct in place the tokenizer that transformers reads from the GGUF file.
 
-    - End of turn: transformers takes the start of a turn for it; it is `<|im_end|>`.
-    - Padding: the file pads with the end of turn, whose embedding would then get no gradient as an input. Pad with
-      `<|endoftext|>`.
-    - Digits: the file's pre-tokenizer `smollm` splits off each digit first, then splits words, so two spaces before a
-      digit stay one token. transformers does not read it.
+    - End of turn: `<|im_end|>`. transformers reads the start of a turn as the eos token.
+    - Padding: `<|endoftext|>`, on the left. The file pads with the end of turn, whose embedding would then get no
+      gradient as an input.
+    - Digits: each is split off before the words are split, so two spaces before a digit stay one token. The file asks
+      for this (pre-tokenizer `smollm`), but transformers does not read it.
     """
     from tokenizers import pre_tokenizers
 

@@ -182,7 +182,11 @@ def _keys_of(record: RunRecord | None) -> dict[str, Any]:
 
 
 def _curve(given: str | None, record: RunRecord | None) -> tuple[EngineCurve, str]:
-    """The curve, and where it comes from."""
+    """Return the engine's curve, and its origin in words: from ``given`` (--curve), or else fitted to ``record``.
+
+    Raises:
+        ValueError: both are None, or the curve cannot be read or fitted.
+    """
     if given is not None:
         curve = PRESETS.get(given) or EngineCurve.load(Path(given))
         return curve, f"ASSUMED ({given}), not measured: the forecast is as good as the assumption"

@@ -46,7 +46,7 @@ async def _of_group(group: TakenGroup, ids: torch.Tensor, pictures: Pictures) ->
     """Return the image inputs of each row of ``group``. Rows with the same images get the same dictionary.
 
     Args:
-        ids: input ids of the batch from the group's first row on, [rows, P+R].
+        ids: input ids, [rows, P+R]. The group's rows come first; rows of later groups may follow.
     """
     own = await pictures.of_row(group.row) if any(output.images for output in group.rows) else []
     made: dict[tuple[int | bytes, ...], dict[str, Any]] = {}

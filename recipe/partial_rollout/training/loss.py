@@ -147,7 +147,8 @@ def corrected_ppo_loss(
         proximal = current
     if policy.granularity is not None and weights is None:
         raise RuntimeError(
-            "the batch has no rollout_is_weights, which algorithm.rollout_correction.rollout_is asks for"
+            "verl's trainer gave the batch no rollout_is_weights, though algorithm.rollout_correction.rollout_is is "
+            "set; partial_rollout.correction=none trains without them"
         )
     newest = _newest_of_older(padded["rollout_versions"], version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}

@@ -64,9 +64,10 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:
-    """Add the columns of a batch that verl's manager made; in training also move its scores to tokens that train.
+    """Add a column for each key of the rewards' dictionaries to a batch that verl's manager made.
 
-    A validation passes its dictionaries on, because columns need all of its batches (``per_sample``).
+    In training verl reads the columns, and each score moves to a token that trains. In validation verl reads the
+    dictionaries: their final columns need all batches of the validation (``per_sample``).
     """
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
     batch.non_tensor_batch.update(columns)

@@ -259,7 +259,10 @@ class TrainerRun(_VerlsTrainer):
         say(last_lines(self.config, files.completed_step))
 
     def _only_validate(self, loop: Callable[[], object]) -> None:
-        """Validate the weights once: verl's ``fit`` returns after its first validation, if it makes one."""
+        """Validate the weights once, and log the scores to ``validation.jsonl``.
+
+        verl's ``fit`` returns after the validation before the first step, which ``val_before_train`` makes it run.
+        """
         self.config.trainer.val_before_train = True
         open_run(self.config.trainer.logger, None)
         file = self.files.metrics.with_name("validation.jsonl")

@@ -39,6 +39,7 @@ from recipe.partial_rollout.waits import in_thread, is_out_of_reach, one_line, r
 _LOOK_EVERY_S = 1.0
 """interval at which replicas are asked whether the sync failed on their side; a sync that succeeds never waits for it"""
 _ANSWER_S = 10.0
+"""seconds in which a replica's server must say whether the sync failed; a server that is late is taken to be loading"""
 
 
 class RecipeCheckpointManager:
@@ -71,7 +72,7 @@ class RecipeCheckpointManager:
 
     @auto_await
     async def sleep_replicas(self) -> None:
-        """Put the replicas to sleep once verl has a batch. PR: a dead one is left out, separate ones decode on."""
+        """Put the replicas to sleep once verl has a batch. PR leaves out dead ones, and separate ones decode on."""
         await (self._verls if self._driver is None else self._driver).sleep_replicas()
 
     def update_weights(self, global_steps: int | None = None) -> None:

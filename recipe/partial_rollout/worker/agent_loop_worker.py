@@ -60,7 +60,7 @@ async def _contained(work: Awaitable[Any]) -> Any:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the agent loop or one of its tools exited: {one_line(error)}") from error
+        raise RuntimeError(f"the agent loop or one of its tools tried to end its process: {one_line(error)}") from error
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:

@@ -36,7 +36,8 @@ from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
 _BEGIN_S = 0.02
-"""seconds for which a new agent loop keeps this process busy before its first engine call"""
+"""seconds that ``_arm_release_timer`` adds for each sample that is leased in the same answer: agent loops that start
+together delay each other's first engine calls"""
 
 
 class Outbox:

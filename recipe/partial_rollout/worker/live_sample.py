@@ -72,7 +72,9 @@ class SampleClock:
             ) from where
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
             # A SystemExit that leaves this coroutine would end more than its sample.
-            raise RuntimeError(f"the agent loop of {self.name} exited: {type(error).__name__}: {error}") from error
+            raise RuntimeError(
+                f"the agent loop of {self.name} tried to end its process: {type(error).__name__}: {error}"
+            ) from error
         return task.result()
 
     @contextmanager

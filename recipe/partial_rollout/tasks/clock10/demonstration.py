@@ -34,7 +34,10 @@ class Mixture:
 
 
 def search_line(problem: Problem, operators: str) -> str:
-    """Return the worked line for `operators`, such as `3+4=7*2=4-9=5-8=7`; its last digit is result minus target."""
+    """Return the worked line for `operators`, such as `3+4=7*2=4-9=5-8=7` for target 8.
+
+    Its last digit is result minus target, modulo 10.
+    """
     steps = zip(operators, problem.digits[1:], partial_results(problem.digits, operators), strict=True)
     worked = "".join(f"{operator}{digit}={result}" for operator, digit, result in steps)
     return f"{problem.digits[0]}{worked}-{problem.target}={_difference(problem, operators)}"

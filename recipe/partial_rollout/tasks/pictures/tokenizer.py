@@ -1,6 +1,6 @@
-"""clock10's tokenizer with four tokens of pictures in place of characters that the task does not use.
+"""clock10's tokenizer, with four special tokens of vision models in place of characters that the task does not use.
 
-So its ids are clock10's, and a language model of that task reads them.
+The number of ids is the same, and all other ids mean the same, so a language model of clock10 can read them.
 """
 
 from transformers import PreTrainedTokenizerFast

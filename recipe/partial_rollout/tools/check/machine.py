@@ -152,7 +152,11 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     if address not in (None, "", "local") or trainer.nnodes > 1:
         return
     if trainer.device == "cuda" and shutil.which("nvidia-smi") is None:
-        yield Finding("device", "this machine has no GPU to compare with", "check again on the machine that will train")
+        yield Finding(
+            "device",
+            "this machine has no GPU, so its CPUs and disk are not checked either",
+            "check again on the machine that will train",
+        )
         return
     if trainer.device == "cuda" and wants_gpu():
         yield from (found for found in (device(), compiler()) if found.stops)

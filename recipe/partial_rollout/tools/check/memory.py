@@ -67,12 +67,12 @@ def checkpoint_gib(config: DictConfig, size: ModelSize) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory on each device of an FSDP trainer, in GiB by its use: ``{"weights": 1.9, "gradients": 1.9, ...}``."""
+    """Estimated memory on each device of an FSDP trainer at two moments, in GiB by use: ``{"weights": 1.9, ...}``."""
 
     update: dict[str, float]
     """at an update"""
     wake: dict[str, float]
-    """empty where engines have devices of their own"""
+    """when the engine wakes; empty where engines have devices of their own"""
 
     @classmethod
     def of(cls, config: DictConfig, size: ModelSize | None) -> Self | None:

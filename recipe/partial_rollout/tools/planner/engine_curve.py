@@ -21,7 +21,7 @@ curve itself"""
 _HUBER = 4.0
 """Huber threshold in median deviations; calls beyond it are down-weighted"""
 _TINY_S = 1e-9
-"""least duration of a step"""
+"""least ``step_s`` of a fitted curve, so that it forecasts no duration of 0"""
 _FEWEST_CALLS = 16
 _LEAST_RISE = 1.5
 """least ratio of the 95th to the 5th percentile of the calls' load (samples that run at the same time). Below it the

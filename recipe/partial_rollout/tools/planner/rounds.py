@@ -125,7 +125,7 @@ class Simulation:
             self._claim()
 
     def _claim(self) -> None:
-        """Start what is granted, each sample at the replica that has the fewest."""
+        """Start or continue each sample that got a slot, at the replica that runs the fewest samples."""
         for lease in self._manager.claim(_WORKER):
             if lease.sample_id not in self._live:
                 length = int(lease.row["lengths"][int(lease.sample_id.partition("#")[2])])

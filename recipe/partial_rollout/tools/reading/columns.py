@@ -15,7 +15,7 @@ _KINDS = {str | int: "i4", int: "i4", float: "f8", bool: "?", str: "O"}
 _FIELDS = [(field.name, _KINDS[field.type]) for field in structs.fields(EngineCall)]
 """name and numpy's kind of each field"""
 _TINY_S = 1e-9
-"""least duration of a call"""
+"""least seconds of a call, by which its progress is divided"""
 
 
 class CallColumns(Collection[EngineCall]):

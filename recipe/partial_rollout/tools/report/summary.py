@@ -35,7 +35,7 @@ PHASES = {
     "testing": ("validation (outside the step)", "Validation; its time is not part of the step."),
     "step": ("step", "Whole steps without validation: the sum of the other phases."),
 }
-"""By verl's timer: label, and what it is. Validation runs after the step's timer has stopped."""
+"""Label and explanation of each phase, by verl's timer name. Validation runs after the step's timer has stopped."""
 
 LENGTH_BIAS = f"{SECTION}/length_bias"
 """key of the length bias, which PR and noPR both log"""
@@ -250,7 +250,8 @@ class Summary:
 
     @metric("segments a sample, mean / p95 / max", units.spread)
     def segments_per_sample(self) -> Spread | None:
-        """Engine calls of a trained sample: one, and one more for each interruption, each tool turn and each hold."""
+        """Segments of a trained sample: one for each engine call that made a token, and one more for each hold between
+        two tokens of a call."""
         return spread([count for group in self.run.trained_groups for count in group.segments])
 
     @metric("mean trained length", units.count, compared=True)

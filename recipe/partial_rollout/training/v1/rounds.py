@@ -31,7 +31,7 @@ _PARTITION = "train"
 _OF_RESPONSE = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores")
 """tensors [B, R] whose part is copied into a row, if the batch has them"""
 _MADE_OF = {"prompts", "responses", "attention_mask", "input_ids", "position_ids", *_OF_RESPONSE}
-"""all tensors that a batch may have; ``rows_of`` refuses any other, which a row would lose"""
+"""tensors that a batch may have; ``rows_of`` refuses a batch with any other, because its rows would lack it"""
 _COLUMNS = ("uid", "data_source", "reward_model", "multi_modal_inputs")
 """columns that v1 reads as fields of their own"""
 

@@ -157,7 +157,7 @@ class Timeline {
     }
   }
 
-  // Frames around all segments of the sample under the pointer.
+  // Frames around all engine calls of the sample under the pointer.
   drawChosen() {
     if (this.chosen < 0) return;
     Object.assign(this.context, { strokeStyle: "#000", lineWidth: 2 * this.scale });
@@ -169,7 +169,7 @@ class Timeline {
     }
   }
 
-  // The segments of a call's sample, in time; the call alone if the trace names no sample.
+  // The engine calls of a call's sample, in time; the call alone if the trace names no sample.
   callsOf(call) {
     const sample = this.sample[call];
     if (!this.run.samples[sample]) return [call];
@@ -202,7 +202,8 @@ class Timeline {
     const here = Math.max(0, Math.min(lines.findIndex(line => line[0] === "\u25b6") - TIP_LINES / 2, lines.length - TIP_LINES));
     const end = here + TIP_LINES, more = there => there ? ["   ..."] : [];
     const name = this.run.samples[this.sample[call]] || "(not named)";
-    return [`sample ${name}: ${count(segments, "segment")}, ${count(cuts, "interruption")}, ${count(tokens, "token")}`,
+    return [
+      `sample ${name}: ${count(segments, "engine call")}, ${count(cuts, "interruption")}, ${count(tokens, "token")}`,
       ...more(here > 0), ...lines.slice(here, end), ...more(end < lines.length)];
   }
 
