@@ -52,9 +52,9 @@ class _Apart:
         self._redirect()
         # Unbuffered, so that ``known_end`` writes at once; a session of its own, so that Ctrl-C does not reach it.
         text = f"the process ended without an error of its own: see {path}, which ends with"
-        asked = ["sh", "-c", _WITNESS, text, str(path)]
+        command = ["sh", "-c", _WITNESS, text, str(path)]
         self.witness = subprocess.Popen(
-            asked, bufsize=0, stdin=subprocess.PIPE, stderr=self.terminal[1], start_new_session=True
+            command, bufsize=0, stdin=subprocess.PIPE, stderr=self.terminal[1], start_new_session=True
         )
 
     def end(self) -> None:

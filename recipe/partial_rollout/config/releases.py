@@ -76,7 +76,7 @@ def _minor(release: str) -> tuple[int, ...]:
 def _needed_torch() -> SpecifierSet:
     """Return the torch that vLLM's metadata asks for on this machine, without the local suffix (``+cpu``) of a build."""
     needed = SpecifierSet()
-    for asked in map(Requirement, requires(package()) or ()):
-        if asked.name == "torch" and (asked.marker is None or asked.marker.evaluate()):
-            needed &= SpecifierSet(re.sub(r"\+[\w.]+", "", str(asked.specifier)))
+    for required in map(Requirement, requires(package()) or ()):
+        if required.name == "torch" and (required.marker is None or required.marker.evaluate()):
+            needed &= SpecifierSet(re.sub(r"\+[\w.]+", "", str(required.specifier)))
     return needed

@@ -134,7 +134,7 @@ class ManagerActor:
     # -- driver ----------------------------------------------------------------------------------------------------
 
     async def wanted(self) -> int:
-        """Return the number of prompts that the driver should offer now (``PromptsManager.wanted``)."""
+        """Return the number of prompts that the driver should enqueue now (``PromptsManager.wanted``)."""
         return self._manager.wanted
 
     async def enqueue(self, prompts: list[Prompt], source_left: int) -> None:

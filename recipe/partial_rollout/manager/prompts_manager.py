@@ -262,7 +262,7 @@ class PromptsManager:
 
     @property
     def wanted(self) -> int:
-        """Number of prompts that the driver should offer now, so that the next version does not run short.
+        """Number of prompts that the driver should enqueue now, so that the next version does not run short.
 
         With dynamic sampling it includes N spare prompts, which replace filtered groups. 0 if the source has none left.
         """
@@ -273,7 +273,7 @@ class PromptsManager:
 
     @property
     def short_of_prompts(self) -> bool:
-        """Whether the driver must offer prompts before the batch is complete.
+        """Whether the driver must enqueue prompts before the batch is complete.
 
         Dynamic sampling may soon filter more groups than the backlog can replace, and the data has prompts left.
         """

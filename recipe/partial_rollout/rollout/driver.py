@@ -272,7 +272,7 @@ class Driver:
         return ready.groups
 
     async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
-        """Wait for the batch and return it. When the manager wants prompts first, offer them and wait again."""
+        """Wait for the batch and return it. If the manager wants prompts first, enqueue them and wait again."""
         while True:
             ready = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
             if ready is not None:

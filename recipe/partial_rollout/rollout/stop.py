@@ -25,7 +25,7 @@ and its batch script, which passes the signal on. A key is pressed on purpose, s
 _GRACE_S = 10.0
 """seconds that an agent-loop worker has to answer once a signal has come; Kubernetes kills 30 s after its own"""
 _END_WITHIN_S = 20.0
-"""seconds until a process that was told to end at once is killed; Ray's shutdown must fit into them"""
+"""seconds until a process that received the signal to end at once is killed; Ray's shutdown must fit into them"""
 
 
 class StopTraining(Exception):

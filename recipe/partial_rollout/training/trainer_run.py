@@ -175,7 +175,7 @@ class TrainerRun(_VerlsTrainer):
             driver=self.driver,
             pictures=pictures if settings.enable and pictures.known else None,
         )
-        # A validation alone begins no version, of which the driver would tell the manager.
+        # A validation alone begins no version that the driver would report to the manager.
         self.checkpoint_manager = RecipeCheckpointManager(
             self.checkpoint_manager, recorder, self._end_step, self.driver if self.files.trains else None
         )
@@ -369,7 +369,7 @@ class TrainerRun(_VerlsTrainer):
         # verl ends a step by its save or by its weight sync, whichever comes first.
         if step is not None and step != files.completed_step:
             if self.driver is not None:
-                # Before the number changes: a checkpoint of a step needs its groups booked as trained.
+                # Before the number changes: a checkpoint of a step needs its groups recorded as trained.
                 asyncio.run(self.driver.finish_step())
             files.completed_step = step
         return files.completed_step

@@ -239,7 +239,7 @@ class ClaimLoop:
 
     @contextlib.asynccontextmanager
     async def engine_call(self, sample: LiveSample) -> AsyncIterator[None]:
-        """Enclose an engine call of ``sample``: wait until the sample has a slot and the round is open, then enter.
+        """Enclose an engine call of ``sample``: wait until the sample has a slot and the gate is open, then enter.
 
         Calls of one sample share its slot. A worker never runs more calls than it has slots. So a second call of a
         sample waits until some slot is not in use: it is free, or its sample is not decoding.

@@ -1,4 +1,4 @@
-"""Play rounds of colocated partial rollout, and forecast their cost in the long run.
+"""Simulate rounds of colocated partial rollout, and forecast their cost in the long run.
 
 The real ``PromptsManager`` decides, and knows which version made which tokens; a model of the engine decodes.
 """
