@@ -23,7 +23,7 @@ OUTPUT = "output.log"
 """file of the run directory with what libraries print"""
 _DESCRIPTORS = (1, 2)
 _WITNESS = 'read -r _ || { echo "$0"; tail -n 5 "$1"; } >&2'
-"""shell program that reads a line, and prints if its standard input ends without one, as it does when we die"""
+"""shell program that reads a line, and prints if its standard input ends without one: this process has died"""
 _END_S = 5.0
 """seconds for which the end of a run waits until the witness has ended"""
 
@@ -61,7 +61,9 @@ class _Apart:
         _flush()
         known_end()
         if self.witness is not None:
-            self.witness.communicate(timeout=_END_S)
+            # A witness that hangs must not hide how the run has ended.
+            with suppress(subprocess.TimeoutExpired):
+                self.witness.communicate(timeout=_END_S)
         for descriptor, stream in zip(_DESCRIPTORS, self.terminal, strict=True):
             os.dup2(stream.fileno(), descriptor)
             stream.close()
