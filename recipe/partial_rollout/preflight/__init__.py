@@ -43,7 +43,7 @@ Refuse = Callable[[Kind, ConfigError], None]
 
 
 class Checked(NamedTuple):
-    """What the checks have loaded.
+    """Objects that the checks have loaded.
 
     If ``--check`` has refused an input, all but ``settings`` may have their defaults.
     """
