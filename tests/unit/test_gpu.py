@@ -42,7 +42,7 @@ def logged_step(ages, outside):
     """A step as the trainer logs it, of tokens of these ages; the loss gives the metrics their names."""
     ages, outside = torch.tensor([ages]), torch.tensor([outside])
     masked = masked_parts(outside, torch.ones(outside.shape), age=ages)
-    metrics = {f"partial_rollout/trust_region/{name}": float(each.float().mean()) for name, each in masked.items()}
+    metrics = {name: float(each.float().mean()) for name, each in masked.items()}
     older = float((ages > 0).float().mean())
     return SimpleNamespace(metrics=metrics | {"partial_rollout/off_policy_token_fraction": older})
 

@@ -7,7 +7,7 @@ order. Both leave out the rows that do not fill the last batch of an epoch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,42 @@ class PromptSource:
             self._position = 0
             return
         self._rows.extend(map(closed_row, rows_of(batch)))
+
+
+class SlotLoader:
+    """Stands in for the dataloader in verl's ``fit`` under PR: N placeholders for each step that is left.
+
+    The prompts of a step are known only once its round is over; the agent-loop manager then fills the placeholders.
+
+    Args:
+        per_epoch: steps of an epoch.
+        size: N, prompts of a batch.
+        completed: returns the last step that is trained.
+        exhausted: returns whether the data has ended.
+    """
+
+    def __init__(self, per_epoch: int, size: int, completed: Callable[[], int], exhausted: Callable[[], bool]) -> None:
+        self._per_epoch, self._size = per_epoch, size
+        self._completed, self._exhausted = completed, exhausted
+
+    def __len__(self) -> int:
+        return self._per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """An epoch, or what is left of the one in which the run was resumed."""
+        # verl's ``fit`` goes to the epoch of the resumed step, and leaves it to the loader's state where to begin in it.
+        for _ in range(self._completed() % len(self), len(self)):
+            if self._exhausted():
+                return
+            # verl takes the length of a batch from its tensors: a placeholder needs one.
+            yield {"slot": torch.arange(self._size).unsqueeze(1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state: the prompt source keeps the position in the data."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing: the prompt source keeps the position in the data."""
 
 
 _TENSOR = "tensor of"

@@ -140,16 +140,7 @@ def corrected_ppo_loss(
     padded["rollout_versions"] = padded["rollout_versions"].masked_fill(mask == 0, -1)
     # As proximal policy it is a constant: only verl's own copy of it carries the gradient.
     current = no_padding_2_padding(model_output["log_probs"], data).detach().to(behaviour.dtype)
-    proximal, weights = padded["old_log_probs"], padded.get("rollout_is_weights", None)
-    reported: dict[str, torch.Tensor] = {}
-    if policy.from_update:
-        weights, reported = _weighted(policy, padded, current, recomputed=recomputed)
-        proximal = current
-    if policy.granularity is not None and weights is None:
-        raise RuntimeError(
-            "verl's trainer gave the batch no rollout_is_weights, though algorithm.rollout_correction.rollout_is is "
-            "set; partial_rollout.correction=none trains without them"
-        )
+    proximal, weights, reported = _corrected(policy, padded, current, recomputed=recomputed)
     newest = _newest_of_older(padded["rollout_versions"], version)
     reported |= {KV_GAP: (proximal - behaviour).abs() * newest, KV_GAP_SHARE: newest}
     if region is not None:
@@ -157,28 +148,18 @@ def corrected_ppo_loss(
         assert weights is not None, "a region without weights is refused before Ray starts"
         outside = region.outside(current, behaviour, padded["advantages"], mask)
         weights = weights.masked_fill(outside, 0)
-        reported |= _masked(outside, padded["advantages"], age=version - padded["rollout_versions"])
+        reported |= masked_parts(outside, padded["advantages"], age=version - padded["rollout_versions"])
     # A shallow copy: the engine's micro-batch keeps its own ``old_log_probs``.
     corrected = data.clone(recurse=False)
     corrected["old_log_probs"] = proximal
     if weights is not None:
         corrected["rollout_is_weights"] = weights
     loss, metrics = ppo_loss(config=config, model_output=model_output, data=corrected, dp_group=dp_group)
-    # Means over tokens, whatever the loss averages over: runs of different modes are compared.
-    means = {key: _mean_share(value.to(behaviour.dtype), mask, config, "token-mean") for key, value in reported.items()}
-    entropy = model_output.get("entropy")
     # With its pass over the batch verl logs the entropy itself.
-    if not recomputed and entropy is not None:
+    entropy = None if recomputed else model_output.get("entropy")
+    if entropy is not None:
         entropy = no_padding_2_padding(entropy, data).detach()
-        means["actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
-    return loss, metrics | {REPORTED_AS + key: mean for key, mean in means.items()}
-
-
-def _masked(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return ``masked_parts`` under the names of their metrics."""
-    return {
-        f"partial_rollout/trust_region/{key}": value for key, value in masked_parts(outside, advantages, age).items()
-    }
+    return loss, metrics | _means(reported, entropy, mask, config)
 
 
 def _divisible(data: TensorDict) -> TensorDict:
@@ -193,17 +174,28 @@ def _divisible(data: TensorDict) -> TensorDict:
     return data
 
 
-def _weighted(
+def _corrected(
     policy: ProximalPolicy, padded: TensorDict, current: torch.Tensor, *, recomputed: bool
-) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the behaviour weights [B, R], with the update's own log-probs as the proximal policy, and metrics [B, R].
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return the proximal log-probs and the behaviour weights, each [B, R], and metrics [B, R].
 
     The weights are None if the run has none.
 
     Args:
         current: [B, R], the update's own log-probs.
         recomputed: whether ``old_log_probs`` of the batch were recomputed by verl.
+
+    Raises:
+        RuntimeError: the policy asks for weights, and the batch has none.
     """
+    if not policy.from_update:
+        weights = padded.get("rollout_is_weights", None)
+        if policy.granularity is not None and weights is None:
+            raise RuntimeError(
+                "verl's trainer gave the batch no rollout_is_weights, though algorithm.rollout_correction.rollout_is is "
+                "set; partial_rollout.correction=none trains without them"
+            )
+        return padded["old_log_probs"], weights, {}
     log_ratio = current - padded["rollout_log_probs"]
     weights = None
     if policy.granularity is not None:
@@ -213,11 +205,23 @@ def _weighted(
                 log_ratio, padded["response_mask"], rollout_is=policy.granularity, rollout_is_threshold=policy.threshold
             )
     if recomputed:
-        return weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
+        return current, weights, {"partial_rollout/proximal/error": (current - padded["old_log_probs"]).abs()}
     reported = {"rollout_corr/kl": -log_ratio, "rollout_corr/k3_kl": log_ratio.exp() - log_ratio - 1}
     if weights is not None:
         reported |= {WEIGHT_MEAN: weights, WEIGHT_SQUARE: weights.square()}
-    return weights, reported
+    return current, weights, reported
+
+
+def _means(
+    reported: dict[str, torch.Tensor], entropy: torch.Tensor | None, mask: torch.Tensor, config: ActorConfig
+) -> dict[str, Metric]:
+    """Return what this micro-batch adds to the means of ``reported`` and of the entropy, each [B, R], as verl logs them."""
+    # Means over tokens, whatever the loss averages over: runs of different modes are compared.
+    floats = {key: value.float() if value.dtype is torch.bool else value for key, value in reported.items()}
+    means = {key: _mean_share(value, mask, config, "token-mean") for key, value in floats.items()}
+    if entropy is not None:
+        means["actor/entropy"] = _mean_share(entropy, mask, config, config.loss_agg_mode)
+    return {REPORTED_AS + key: mean for key, mean in means.items()}
 
 
 def _mean_share(value: torch.Tensor, mask: torch.Tensor, config: ActorConfig, mode: str) -> Metric:
@@ -284,12 +288,13 @@ def masked_parts(outside: torch.Tensor, advantages: torch.Tensor, age: torch.Ten
         outside: [B, R] bool. advantages: [B, R].
         age: [B, R] int, version of the weights before the update minus the version of the token.
     """
-    return {
+    parts = {
         "masked": outside,
         "masked_negative": outside & (advantages <= 0),
         "masked_age_0": outside & (age <= 0),
         "masked_age_2_plus": outside & (age >= 2),
     }
+    return {f"partial_rollout/trust_region/{name}": part for name, part in parts.items()}
 
 
 def _newest_of_older(versions: torch.Tensor, version: int) -> torch.Tensor:

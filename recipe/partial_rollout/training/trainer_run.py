@@ -16,7 +16,7 @@ import asyncio
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import claim_retention
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.records.run_log import Checkpoint, Ended, Phase
 from recipe.partial_rollout.rollout.driver import Driver, connect
-from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
+from recipe.partial_rollout.rollout.prompt_source import PromptSource, SlotLoader, TrainingSteps
 from recipe.partial_rollout.rollout.recorder import Recorder, run_settings
 from recipe.partial_rollout.rollout.replicas import ReplicaSlots, ServerControl
 from recipe.partial_rollout.rollout.run_files import RunFiles
@@ -53,42 +53,6 @@ KL_COEFFICIENT = "kl_coefficient"
 """file of a checkpoint with the adaptive coefficient of the KL penalty on rewards"""
 _VerlsTrainer: Any = object
 """base of ``TrainerRun`` for type checks; at run time ``super()`` is the verl trainer that a subclass adds"""
-
-
-class SlotLoader:
-    """Stands in for the dataloader in verl's ``fit`` under PR: N placeholders for each step that is left.
-
-    The prompts of a step are known only once its round is over; the agent-loop manager then fills the placeholders.
-
-    Args:
-        per_epoch: steps of an epoch.
-        size: N, prompts of a batch.
-        completed: returns the last step that is trained.
-        exhausted: returns whether the data has ended.
-    """
-
-    def __init__(self, per_epoch: int, size: int, completed: Callable[[], int], exhausted: Callable[[], bool]) -> None:
-        self._per_epoch, self._size = per_epoch, size
-        self._completed, self._exhausted = completed, exhausted
-
-    def __len__(self) -> int:
-        return self._per_epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """An epoch, or what is left of the one in which the run was resumed."""
-        # verl's ``fit`` goes to the epoch of the resumed step, and leaves it to the loader's state where to begin in it.
-        for _ in range(self._completed() % len(self), len(self)):
-            if self._exhausted():
-                return
-            # verl takes the length of a batch from its tensors: a placeholder needs one.
-            yield {"slot": torch.arange(self._size).unsqueeze(1)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """No state: the prompt source keeps the position in the data."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing: the prompt source keeps the position in the data."""
 
 
 class TrainerRun(_VerlsTrainer):
