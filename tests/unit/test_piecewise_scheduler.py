@@ -168,11 +168,11 @@ def test_request_of_any_length_arrives_whole_unless_it_is_withdrawn(tmp_path, as
 @pytest.mark.parametrize(
     ("asked", "tokens", "piece_s", "messages"),
     [
-        ({}, 200, 1, (20 * 200 // 16, 20 * 200 // 10)),
+        ({}, 200, 1, range(20 * 200 // 16, 20 * 200 // 10)),
         # What is read as it comes is sent as it comes.
-        ({"output_kind": Kind.DELTA}, 40, 1, (20 * 40, 20 * 40)),
-        ({"stop": ["x"]}, 40, 1, (20 * 40, 20 * 40)),
-        ({}, 40, 0, (20 * 40, 20 * 40)),
+        ({"output_kind": Kind.DELTA}, 40, 1, [20 * 40]),
+        ({"stop": ["x"]}, 40, 1, [20 * 40]),
+        ({}, 40, 0, [20 * 40]),
     ],
     ids=["pieces", "DELTA", "a stop string", "steps slower than PIECE_S"],
 )
@@ -184,7 +184,7 @@ def test_pieces_are_a_tenth_of_the_messages(tmp_path, monkeypatch, asked, tokens
     requests = [bench.ask(f"r{i}", [i + 4, 5, 6], max_tokens=tokens, **asked) for i in range(20)]
     bench.finish()
     assert [len(request.tokens) for request in requests] == [tokens] * 20 and bench.faults == []
-    assert messages[0] <= bench.outputs <= messages[1]
+    assert bench.outputs in messages
 
 
 class Steps(Scheduler):
