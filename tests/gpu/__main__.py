@@ -39,28 +39,19 @@ _UNPACKED = "PARTIAL_ROLLOUT_GPU_UNPACKED"
 def main(arguments: list[str] | None = None) -> int:
     """Run one command."""
     options = _parser().parse_args(arguments)
-    if options.act == "pack":
-        from tests.gpu import pack
-
-        return pack.run(options)
-    if options.act == "merge":
-        from tests.gpu import merge
-
-        return merge.run(options)
-    return _run(options)
+    return _run(options) if options.act == "run" else importlib.import_module(f"tests.gpu.{options.act}").run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
     options.scratch = options.scratch.absolute()
     options.out = (options.out or options.scratch / "out" / options.name).absolute()
     if _UNPACKED not in os.environ:
-        folders = [options.scratch / "site", options.scratch / "smollm2_site"]
+        folders = {"packages": options.scratch / "site", "smollm2": options.scratch / "smollm2_site"}
         try:
-            carried = [parts.unpack(name, options.scratch, folder) for name, folder in zip(NAMES, folders, strict=True)]
+            found = [str(folder) for name, folder in folders.items() if parts.unpack(name, options.scratch, folder)]
         except parts.PartsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        found = [str(folder) for folder, there in zip(folders, carried, strict=True) if there]
         paths = [os.getcwd(), *found, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {**ENVIRONMENT, _UNPACKED: "1", "PYTHONPATH": ":".join(paths)}
         if options.tiny:
@@ -70,9 +61,6 @@ def _run(options: argparse.Namespace) -> int:
     from tests.gpu.figures import Figures
 
     return importlib.import_module(f"tests.gpu.{options.name}").run(options, Figures(options.name, options.out))
-
-
-NAMES = ("packages", "smollm2")
 
 
 def _parser() -> argparse.ArgumentParser:

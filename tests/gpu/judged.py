@@ -33,7 +33,9 @@ def masked_shares(steps: list[Step]) -> tuple[float, float]:
 def wrong_lengths(run: RunRecord, data: Path) -> int:
     """Responses of another length than their row's budget in the parquet file ``data``."""
     budget = {info["index"]: info["response_budget"] for info in pd.read_parquet(data).extra_info}
-    return sum(length != budget[_row(group.prompt)] for group in run.trained_groups for length in group.lengths)
+    # A prompt begins with its row.
+    rows = [(int(group.prompt.partition("-")[0]), group.lengths) for group in run.trained_groups]
+    return sum(length != budget[row] for row, lengths in rows for length in lengths)
 
 
 def resumed(run: RunRecord) -> int:
@@ -50,7 +52,3 @@ def token_s(run: RunRecord) -> float:
 def slept(terminal: str) -> list[float]:
     """GiB that each sleep of an engine freed, from what the run printed."""
     return [float(value) for value in _FREED.findall(terminal)]
-
-
-def _row(prompt: str) -> int:
-    return int(prompt.partition("-")[0])

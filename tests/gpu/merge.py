@@ -78,9 +78,8 @@ def update(figures: list[Figure]) -> Table:
             rows.append([each["variant"], each["error"], *[""] * 7])
         elif each.get("median"):
             shares = ", ".join(f"{kind} {share:.0%}" for kind, share in each["kernel_shares"].items())
-            numbers = [(each["pass_s"], ".3f"), (each["pass_mfu"], ".3f"), (each["update_s"], ".3f")]
-            numbers += [(each["update_mfu"], ".3f"), (each["optimizer_s"], ".3f")]
-            shown = [format(value, form) for value, form in numbers]
+            numbers = ("pass_s", "pass_mfu", "update_s", "update_mfu", "optimizer_s")
+            shown = [f"{each[name]:.3f}" for name in numbers]
             rows.append([each["variant"], f"{each['tokens']:,}", *shown, shares, _shown(each["gib"], ".1f")])
     return Table("An update on the pair's lengths", header, rows)
 
@@ -126,13 +125,9 @@ def newest(figures: list[Figure]) -> Table:
 
 
 TABLES: dict[str, Callable[[list[Figure]], Table]] = {
-    "pair": pair,
-    "update": update,
-    "learn": learn,
-    "accept": accept,
-    "images": images,
-    "newest": newest,
+    each.__name__: each for each in (pair, update, learn, accept, images, newest)
 }
+"""by experiment"""
 
 
 def _per_token(steps: list[Figure], part: str) -> float | None:

@@ -34,8 +34,7 @@ def run(options: Namespace, figures: Figures) -> int:
     asked = command("PR", options.scratch / "runs" / "newest", 1, trace.overrides(task), tiny=options.tiny)
     try:
         for metrics in steps_of(asked, options.scratch / "runs" / "newest", time.monotonic() + options.seconds):
-            samples = trace.sizes.prompts * trace.sizes.samples
-            figures.emit(vllm=found, torch=torch, step=metrics["step"], **speed(metrics, samples))
+            figures.emit(vllm=found, torch=torch, step=metrics["step"], **speed(metrics, trace.sizes))
     except TrainingError as error:
         figures.emit(vllm=found, torch=torch, refused=reason(str(error)))
     return 0

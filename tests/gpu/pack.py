@@ -77,13 +77,10 @@ def run(options: Namespace) -> int:
     packed += parts.pack(model, "smollm2", options.out)
     print("one call for each part, in this order:")
     for path in packed:
-        print(f"carry {path.parent} ({path.stat().st_size / 2**20:.1f} MiB): {carrying(path.parent, options.scratch)}")
+        # What was carried before may be replaced by the next call.
+        command = f"mkdir -p {options.scratch} && cp {path.parent}/* {options.scratch}/"
+        print(f"carry {path.parent} ({path.stat().st_size / 2**20:.1f} MiB): {command}")
     return 0
-
-
-def carrying(part: Path, scratch: Path) -> str:
-    """The command of a call that carries ``part``: what was carried before may be replaced by the next call."""
-    return f"mkdir -p {scratch} && cp {part}/* {scratch}/"
 
 
 def trim(site: Path) -> None:

@@ -37,8 +37,8 @@ def _train(arm: str, repeat: int, trace: Trace, task: Path, until: float, option
     directory = options.scratch / "runs" / f"pair_{arm}_{repeat}"
     asked = command(arm, directory, STEPS[arm], trace.overrides(task), tiny=options.tiny)
     sampler = Sampler(options.out / f"stacks_{arm}_{repeat}.txt") if options.stacks else None
-    samples, began, step = trace.sizes.prompts * trace.sizes.samples, time.monotonic(), 0
+    began, step = time.monotonic(), 0
     for metrics in steps_of(asked, directory, until, sampler):
         step, at_s = metrics["step"], time.monotonic() - began
-        figures.emit(arm=arm, repeat=repeat, step=step, at_s=at_s, **speed(metrics, samples))
+        figures.emit(arm=arm, repeat=repeat, step=step, at_s=at_s, **speed(metrics, trace.sizes))
     return step

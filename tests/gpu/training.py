@@ -222,19 +222,14 @@ class Lesson:
                 "held_out": next(iter(held_out_rewards([metrics])), None),
                 "prompt": metrics["prompt_length/mean"],
                 "probs_diff": metrics.get("training/rollout_probs_diff_mean"),
-                **speed(metrics, self.sizes.prompts * self.sizes.samples),
+                **speed(metrics, self.sizes),
             }
 
 
-def speed(metrics: dict[str, Any], samples: int) -> dict[str, float | int | None]:
-    """Seconds and tokens of a step, by the names of the tables.
-
-    Args:
-        metrics: verl's, of one step.
-        samples: of a batch.
-    """
+def speed(metrics: dict[str, Any], sizes: Sizes) -> dict[str, float | int | None]:
+    """Seconds and tokens of a step, from verl's metrics of it, by the names of the tables."""
     return {
-        "tokens": round(metrics["response_length/mean"] * samples),
+        "tokens": round(metrics["response_length/mean"] * sizes.prompts * sizes.samples),
         "mean": metrics["response_length/mean"],
         "longest": round(metrics["response_length/max"]),
         "rollout_s": metrics["timing_s/gen"],

@@ -18,11 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+
+from tests.bench.instant_executor import InstantExecutor
 
 LATE_S = 0.001
 """until an output has arrived, at most"""
@@ -84,13 +83,7 @@ class Place:
         self.tokens, self.blocks = list(tokens), list(blocks)
 
 
-class ScriptedExecutor(Executor):
-    supports_pp = False
-
-    @classmethod
-    def supports_async_scheduling(cls):
-        return True
-
+class ScriptedExecutor(InstantExecutor):
     def _init_executor(self):
         self.v2, self.version, self.faults = False, 0, []
         self.places, self.next = {}, None
@@ -99,43 +92,16 @@ class ScriptedExecutor(Executor):
         self.device, self.courier = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.random = random.Random(0)
 
-    @property
-    def max_concurrent_batches(self):
-        return 2
-
-    def check_health(self):
-        pass
-
     def shutdown(self):
         self.device.shutdown(wait=False)
         self.courier.shutdown(wait=False)
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False, **_):
-        return [getattr(self, f"do_{method}", lambda *_, **__: None)(*args, **(kwargs or {}))]
-
-    def do_get_supported_tasks(self):
-        return ("generate",)
-
-    def do_get_kv_cache_spec(self):
-        size = self.cache_config.block_size
-        return {
-            "model.layers.0.self_attn.attn": FullAttentionSpec(
-                block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32
-            )
-        }
-
-    def do_determine_available_memory(self):
-        return 2**24
-
-    def do_get_supported_kv_cache_layouts(self):
-        # asked by releases after 0.28
-        return ["LBNHC"]
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, **_):
+        own = getattr(self, f"do_{method}", None)
+        return super().collective_rpc(method) if own is None else [own(*args, **(kwargs or {}))]
 
     def initialize_from_config(self, kv_cache_configs):
         self.kv = np.full((kv_cache_configs[0].num_blocks * self.cache_config.block_size, 3), -1, dtype=np.int32)
-
-    def compile_or_warm_up_model(self):
-        pass
 
     def do_set_version(self, version):
         if self.planned > self.done:

@@ -208,11 +208,7 @@ async def test_request_that_fails_leaves_nothing_at_its_server(monkeypatch):
     assert ours.engine.requests == {}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8),
-    st.integers(0, 4),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8), st.integers(0, 4), st.booleans())
 def test_every_token_has_the_version_that_made_it(holds, last, told):
     """``holds``: tokens made before each hold, and whether weights change in it; ``told``: the server knows them."""
     marks, made, version = {"r": []}, [], 3
@@ -240,38 +236,32 @@ def test_marks_of_another_request_are_refused(marks):
 def test_kv_cache_of_two_engines_is_vllms_own_figure(said, tokens):
     cache, parallel = Namespace(kv_cache_size_tokens=said), Namespace(data_parallel_size=2)
     engine = Namespace(vllm_config=Namespace(cache_config=cache, parallel_config=parallel))
-    assert asyncio.run(serve(engine, replica.RecipeVLLMServer).kv_tokens()) == tokens
-
-
-def test_headroom_is_vllms_watermark_unless_the_user_has_set_it(monkeypatch):
-    monkeypatch.setattr(replica.vLLMHttpServer, "run_server", AsyncMock())
-    server = object.__new__(replica.RecipeVLLMServer)
-    server.config, server.replica_rank, server.engine = Namespace(custom={"kv_headroom": 0.05}), 1, None
-    ours, users = (Namespace(watermark=share, scheduler_cls=None) for share in (0.0, 0.2))
-    for args in (ours, users):
-        asyncio.run(server.run_server(args))
-    assert (ours.watermark, users.watermark) == (0.05, 0.2)
-    # One that lacks the option.
-    asyncio.run(server.run_server(Namespace(scheduler_cls=None)))
+    assert asyncio.run(serve(engine, RecipeVLLMServer).kv_tokens()) == tokens
 
 
 @pytest.mark.parametrize(
-    ("release", "users", "taken"), [("0.31.0", None, PIECEWISE), ("0.31.0", "own.S", "own.S"), ("0.30.0", None, None)]
+    ("release", "given", "taken"),
+    [
+        ("0.31.0", {"watermark": 0.0, "scheduler_cls": None}, {"watermark": 0.05, "scheduler_cls": PIECEWISE}),
+        # What the user has set stays.
+        ("0.31.0", {"watermark": 0.2, "scheduler_cls": "own.S"}, {"watermark": 0.2, "scheduler_cls": "own.S"}),
+        # A release that is not tested, and lacks the watermark.
+        ("0.30.0", {"scheduler_cls": None}, {"scheduler_cls": None}),
+    ],
 )
-def test_tokens_come_in_pieces_from_a_tested_vllm_alone(monkeypatch, release, users, taken):
+async def test_server_gets_headroom_and_pieces_unless_the_user_or_vllm_has_others(monkeypatch, release, given, taken):
     monkeypatch.setattr(releases, "vllm", lambda: release)
-    monkeypatch.setattr(replica.vLLMHttpServer, "run_server", AsyncMock())
-    server = object.__new__(replica.RecipeVLLMServer)
-    server.config, server.replica_rank, server.engine = Namespace(custom={}), 1, None
-    args = Namespace(watermark=0.0, scheduler_cls=users)
-    asyncio.run(server.run_server(args))
-    assert args.scheduler_cls == taken
+    monkeypatch.setattr(vLLMHttpServer, "run_server", AsyncMock())
+    server, args = object.__new__(RecipeVLLMServer), Namespace(**given)
+    server.config, server.replica_rank, server.engine = Namespace(custom={"kv_headroom": 0.05}), 1, None
+    await server.run_server(args)
+    assert vars(args) == taken
 
 
 async def test_failed_weight_sync_keeps_its_first_error(monkeypatch):
     failures = [ValueError("not of a sync"), OSError("no space left"), RuntimeError("the sender has gone")]
-    monkeypatch.setattr(replica.vLLMHttpServer, "collective_rpc", AsyncMock(side_effect=failures))
-    server = object.__new__(replica.RecipeVLLMServer)
+    monkeypatch.setattr(vLLMHttpServer, "collective_rpc", AsyncMock(side_effect=failures))
+    server = object.__new__(RecipeVLLMServer)
     for method, failure in zip(["profile", *["update_weights_from_ipc"] * 2], failures, strict=True):
         with pytest.raises(type(failure)):
             await server.collective_rpc(method)

@@ -6,7 +6,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
@@ -36,14 +35,10 @@ def saved(directory, model):
     (directory / "lora_train_meta.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}))
 
 
-@pytest.fixture
-def base():
+def test_page_makes_one_trained_model_of_what_the_merger_writes_of_lora(tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = Qwen3Config(architectures=["Qwen3ForCausalLM"], **HEADS, **SIZES)
-    return AutoModelForCausalLM.from_config(config).float()
-
-
-def test_page_makes_one_trained_model_of_what_the_merger_writes_of_lora(base, tmp_path, monkeypatch):
+    base = AutoModelForCausalLM.from_config(config).float()
     before = logits(base)
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,21 +96,19 @@ def test_parts_make_the_folder_again(packed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lost", "words"), [("packages.2", r"packages\.2 missing.*carry packages_2"), ("packages.json", "carry the last")]
+    ("part", "damage", "words"),
+    [
+        ("packages.2", Path.unlink, r"packages\.2 missing.*carry packages_2"),
+        ("packages.json", Path.unlink, "carry the last"),
+        ("packages.1", lambda part: part.write_bytes(b"of another pack"), "different packs"),
+    ],
 )
-def test_missing_part_is_named(packed, tmp_path, lost, words):
+def test_part_that_is_missing_or_of_another_pack_is_named(packed, tmp_path, part, damage, words):
     _, carried = packed
-    (carried / lost).unlink()
+    damage(carried / part)
     with pytest.raises(parts.PartsError, match=words):
         parts.unpack("packages", carried, tmp_path / "site")
     assert not (tmp_path / "site").exists()
-
-
-def test_parts_of_two_packs_are_refused(packed, tmp_path):
-    _, carried = packed
-    (carried / "packages.1").write_bytes(b"another")
-    with pytest.raises(parts.PartsError, match="different packs"):
-        parts.unpack("packages", carried, tmp_path / "site")
 
 
 def test_pack_leaves_out_what_the_machine_has_and_takes_another_vllm():
@@ -119,11 +118,8 @@ def test_pack_leaves_out_what_the_machine_has_and_takes_another_vllm():
     assert not names & {"torch", "triton", "flashinfer-python", "antlr4-python3-runtime"}
     assert not any(name.startswith("nvidia-") for name in names)
     assert [line.split("==")[0] for line in pack.sources()] == list(pack.SOURCES)
-
-
-def test_packages_that_are_left_out_stand_in_the_lock_file():
     locked = {line.split("==")[0] for line in (pack.ROOT / "requirements-gpu.txt").read_text().splitlines()}
-    assert {*pack.not_carried(), *pack.SOURCES} <= locked
+    assert {*pack.not_carried(), *pack.SOURCES} <= locked, "a package that is left out is no longer in the lock file"
 
 
 def test_figures_of_a_run_that_was_cut_off_are_read_but_for_a_torn_line(tmp_path, capsys):

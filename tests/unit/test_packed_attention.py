@@ -17,20 +17,13 @@ from recipe.partial_rollout.training.trainer_config import choose_attention
 from verl_ext import packed_attention
 
 LENGTHS = (37, 5, 1, 64, 19)
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def model(attention, **more):
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE, **more)
+    config = Qwen3Config(**SIZES, **HEADS, **more)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
 
 
@@ -100,9 +93,9 @@ MISSING = "flash-attn is not installed: pip install flash-attn --no-build-isolat
 def choose(monkeypatch, composed_config):
     """The resolved config of a GPU run after the choice, with flash-attn there or not."""
 
-    def build(*overrides, problem="flash-attn is not installed", name="ppo_partial_rollout"):
+    def build(*overrides, problem="flash-attn is not installed"):
         monkeypatch.setattr(packed_attention, "flash_attn_problem", lambda: problem)
-        config = composed_config(name, "actor_rollout_ref.actor.strategy=fsdp2", *overrides)
+        config = composed_config("ppo_partial_rollout", "actor_rollout_ref.actor.strategy=fsdp2", *overrides)
         choose_attention(config)
         OmegaConf.resolve(config)
         return config
@@ -122,10 +115,8 @@ def test_without_flash_attn_torchs_attention_packs_unless_told_not_to(choose, ca
     # copied by an interpolation
     assert config.actor_rollout_ref.actor.use_remove_padding is packs
     (said,) = capsys.readouterr().out.splitlines()
-    assert (
-        said.startswith(f"attention of actor_rollout_ref.model ({chosen}) and critic.model ({chosen}): torch's own; ")
-        and MISSING in said
-    )
+    models = f"actor_rollout_ref.model ({chosen}) and critic.model ({chosen})"
+    assert said.startswith(f"attention of {models}: torch's own; ") and MISSING in said
 
 
 @pytest.mark.parametrize("layout", [{"vision_config": {}}, {"attn_logit_softcapping": 50.0}])
@@ -155,11 +146,9 @@ def test_attention_that_is_there_or_that_the_user_names_stays(choose, capsys, ov
 
 def test_what_needs_flash_attn_is_refused_without_it(choose):
     parallel = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    with pytest.raises(
-        ConfigError, match=f"{KEY}=flash_attention_2: must be packed or null unless you install it .{MISSING}"
-    ):
+    said = f"{KEY}=flash_attention_2: must be packed or null unless you install it .{MISSING}"
+    with pytest.raises(ConfigError, match=said):
         choose(f"+{KEY}=flash_attention_2")
-    with pytest.raises(ConfigError, match=f"{parallel}: must be 1 with any attention but flash_attention_2"):
-        choose(parallel)
-    with pytest.raises(ConfigError, match=f"{parallel}: must be 1 with any attention but flash_attention_2"):
-        choose(f"+{KEY}=sdpa", parallel, problem=None)
+    for overrides, problem in (([], "flash-attn is not installed"), ([f"+{KEY}=sdpa"], None)):
+        with pytest.raises(ConfigError, match=f"{parallel}: must be 1 with any attention but flash_attention_2"):
+            choose(parallel, *overrides, problem=problem)

@@ -76,17 +76,16 @@ class Request:
 class Bench:
     """An engine and its front end; ``faults`` collects whatever should not be."""
 
-    def __init__(self, directory, *, asynchronous=True, pieces=True):
-        own = {"scheduler_cls": PIECEWISE} if pieces else {}
+    def __init__(self, directory, *, asynchronous=True):
         args = engine_args(
             directory,
             async_scheduling=asynchronous,
+            scheduler_cls=PIECEWISE,
             max_num_seqs=24,
             block_size=16,
             num_gpu_blocks_override=2000,
             max_model_len=512,
             max_num_batched_tokens=512,
-            **own,
         )
         config = args.create_engine_config()
         # The CPU platform turns it off.
@@ -95,10 +94,6 @@ class Bench:
         self.encode, self.decode = MsgpackEncoder().encode, MsgpackDecoder(EngineCoreOutputs).decode
         self.front = OutputProcessor(None, log_stats=True, stream_interval=1)
         self.live, self.outputs, self.faults = {}, 0, []
-
-    @property
-    def scheduler(self):
-        return self.core.scheduler
 
     def ask(self, name, prompt, **asked):
         request = self.live[name] = Request(name, prompt, **asked)
@@ -148,8 +143,8 @@ class Bench:
             self.turn()
         for _ in range(5):
             self.turn()
-        kept, due = (getattr(self.scheduler, name, {}) for name in ("_kept", "_due"))
-        if left := self.live or kept or due or self.scheduler.requests:
+        scheduler = self.core.scheduler
+        if left := self.live or scheduler._kept or scheduler._due or scheduler.requests:
             self.faults.append(f"left: {left}")
 
 
@@ -170,33 +165,30 @@ def test_request_of_any_length_arrives_whole_unless_it_is_withdrawn(tmp_path, as
     assert bench.faults == []
 
 
-def messages(directory, *, pieces=True, count=20, tokens=200, **asked):
-    """Outputs that the core sends for ``count`` requests that begin together."""
-    bench = Bench(directory, pieces=pieces)
-    asked = {"output_kind": Kind.FINAL_ONLY, **asked}
-    requests = [bench.ask(f"r{i}", [i + 4, 5, 6], max_tokens=tokens, **asked) for i in range(count)]
-    bench.finish()
-    assert [len(request.tokens) for request in requests] == [tokens] * count and bench.faults == []
-    return bench.outputs
-
-
-def test_pieces_are_a_tenth_of_the_messages(tmp_path):
-    assert messages(tmp_path, pieces=False) == 20 * 200
-    assert messages(tmp_path) < 20 * 200 / 10
-
-
 @pytest.mark.parametrize(
-    ("asked", "piece_s"),
-    [({"output_kind": Kind.DELTA}, 1), ({"stop": ["x"]}, 1), ({}, 0)],
-    ids=["DELTA", "a stop string", "steps slower than PIECE_S"],
+    ("asked", "tokens", "piece_s", "messages"),
+    [
+        ({}, 200, 1, range(20 * 200 // 16, 20 * 200 // 10)),
+        # What is read as it comes is sent as it comes.
+        ({"output_kind": Kind.DELTA}, 40, 1, [20 * 40]),
+        ({"stop": ["x"]}, 40, 1, [20 * 40]),
+        ({}, 40, 0, [20 * 40]),
+    ],
+    ids=["pieces", "DELTA", "a stop string", "steps slower than PIECE_S"],
 )
-def test_what_is_read_as_it_comes_is_sent_as_it_comes(tmp_path, monkeypatch, asked, piece_s):
+def test_pieces_are_a_tenth_of_the_messages(tmp_path, monkeypatch, asked, tokens, piece_s, messages):
+    """Of 20 requests that begin together."""
     monkeypatch.setattr(piecewise_scheduler, "PIECE_S", piece_s)
-    assert messages(tmp_path, tokens=40, **asked) == 20 * 40
+    bench = Bench(tmp_path)
+    asked = {"output_kind": Kind.FINAL_ONLY, **asked}
+    requests = [bench.ask(f"r{i}", [i + 4, 5, 6], max_tokens=tokens, **asked) for i in range(20)]
+    bench.finish()
+    assert [len(request.tokens) for request in requests] == [tokens] * 20 and bench.faults == []
+    assert bench.outputs in messages
 
 
 class Steps(Scheduler):
-    """A scheduler whose steps make what the test says."""
+    """A scheduler whose steps send what the test says."""
 
     pause_state = PauseState.UNPAUSED
 
@@ -204,12 +196,15 @@ class Steps(Scheduler):
         params = SamplingParams(output_kind=Kind.FINAL_ONLY)
         self.requests = {"r": SimpleNamespace(sampling_params=params, resumable=False)}
 
-    def update_from_output(self, scheduler_output, model_runner_output):
-        return {0: self.next if model_runner_output is None else EngineCoreOutputs(outputs=[model_runner_output])}
+    def update_from_output(self, scheduler_output, message):
+        return {0: message}
 
 
 class PiecewiseSteps(PiecewiseScheduler, Steps):
-    pass
+    def __init__(self):
+        super().__init__()
+        # The next request's first piece is one less than a whole one.
+        self._turn = PIECE_TOKENS - 2
 
 
 class LaterOutput(EngineCoreOutput):
@@ -237,10 +232,10 @@ MORE = (
 @pytest.mark.parametrize("more", MORE, ids=lambda more: next(iter(more)))
 def test_output_that_says_more_than_tokens_is_sent_with_those_before_it(more):
     scheduler = PiecewiseSteps()
-    scheduler._turn = PIECE_TOKENS - 2
 
     def step(*tokens, **said):
-        sent = scheduler.update_from_output(None, LaterOutput("r", list(tokens), **said))
+        message = EngineCoreOutputs(outputs=[LaterOutput("r", list(tokens), **said)])
+        sent = scheduler.update_from_output(None, message)
         return [output for message in sent.values() for output in message.outputs]
 
     assert [output.new_token_ids for output in step(1)] == [[1]]
@@ -253,12 +248,9 @@ def test_output_that_says_more_than_tokens_is_sent_with_those_before_it(more):
 @pytest.mark.parametrize("more", [{}, {"error": "of the core"}, {"finished_requests": {"q"}}])
 def test_message_that_says_more_than_outputs_is_sent(more):
     scheduler = PiecewiseSteps()
-    scheduler._turn = PIECE_TOKENS - 2
-    traced = {"trace_headers": {"id": "1"}}
     for token in (1, 2):
-        output = EngineCoreOutput("r", [token], **traced)
-        scheduler.next = LaterOutputs(outputs=[output], **more)
-        sent = scheduler.update_from_output(None, None)
+        output = EngineCoreOutput("r", [token], trace_headers={"id": "1"})
+        sent = scheduler.update_from_output(None, LaterOutputs(outputs=[output], **more))
     assert [(message.outputs, {name: getattr(message, name) for name in more}) for message in sent.values()] == (
         [([], more)] if more else []
     )

@@ -52,10 +52,7 @@ def test_verl_bypasses_its_pass_where_the_update_gives_the_log_probs(monkeypatch
 def test_losses_figures_have_the_names_by_which_they_are_logged():
     verls = {"training/global_step": 1, "actor/pg_loss": 0.1}
     made = {"actor/entropy": 0.7, "rollout_corr/k3_kl": 0.002, "partial_rollout/trust_region/masked": 0.1}
-    weights, gap = (
-        {"rollout_corr/rollout_is_mean": 0.5, loss.WEIGHT_SQUARE: 1.0},
-        {"kv_gap": 0.01, "kv_gap_share": 0.25},
-    )
+    weights, gap = {loss.WEIGHT_MEAN: 0.5, loss.WEIGHT_SQUARE: 1.0}, {"kv_gap": 0.01, "kv_gap_share": 0.25}
     data = verls | {f"actor/logged/{key}": value for key, value in (made | weights | gap).items()}
     ours = {"rollout_corr/rollout_is_mean": 0.5, "rollout_corr/rollout_is_eff_sample_size": 0.25}
     assert loss.logged(data) == verls | made | ours | {"partial_rollout/mismatch/kv_gap_mean": 0.04}

@@ -30,8 +30,6 @@ from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION, PROMPT, RESPONSE = 4, 8, 16
-SLOTS = [{"slot": torch.arange(2).unsqueeze(1)}]
-"""a step's, of two groups"""
 
 
 def sample(rng, length, oldest):
@@ -61,16 +59,10 @@ def batch_of(kinds, seed=0):
     def output(i, kind):
         return failed if kind == "masked" else sample(rng, 0 if kind == "empty" else kind, 0 if i % 2 else VERSION)
 
-    groups = [
-        TakenGroup(
-            f"0/{j}",
-            j,
-            {"data_source": "x", "extra_info": {"index": j}},
-            tuple(output(i, kind) for i, kind in enumerate(kinds)),
-            0,
-        )
-        for j in range(2)
-    ]
+    groups = []
+    for j in range(2):
+        row = {"data_source": "x", "extra_info": {"index": j}}
+        groups.append(TakenGroup(f"0/{j}", j, row, tuple(output(i, kind) for i, kind in enumerate(kinds)), 0))
     return assemble_batch(groups, [group.uid for group in groups], PROMPT, RESPONSE, 0)
 
 
@@ -101,14 +93,8 @@ def trained(batch, *, nested, policy):
     tokens = int(sum(mask.sum() for mask in masks))
     told = {"batch_num_tokens": tokens, "global_batch_size": len(lengths), "dp_size": 1, loss.VERSION: VERSION}
     tu.assign_non_tensor(data, **told)
-    config = ActorConfig(
-        strategy="fsdp2",
-        rollout_n=4,
-        use_dynamic_bsz=True,
-        ppo_mini_batch_size=8,
-        policy_loss=PolicyLossConfig(loss_mode="vanilla"),
-    )
-    config.global_batch_info.update({key: told[key] for key in ("batch_num_tokens", "global_batch_size", "dp_size")})
+    vanilla = PolicyLossConfig(loss_mode="vanilla")
+    config = ActorConfig(strategy="fsdp2", rollout_n=4, use_dynamic_bsz=True, policy_loss=vanilla)
     output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)}
     region = loss.BehaviourRegion(0.2, 0.28, False)
     value, metrics = loss.corrected_ppo_loss(config, output, data, policy=policy, region=region)
@@ -146,10 +132,8 @@ def test_row_has_its_own_length_and_an_empty_one_a_masked_token():
     full, empty, *_ = rounds.rows_of(batch)
     assert full["input_ids"].tolist() == [*full["prompts"].tolist(), *full["responses"].tolist()]
     assert len(full["prompts"]) == 5 and len(full["responses"]) == 7 and full["position_ids"].tolist() == [*range(12)]
-    assert full["response_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1] and full["rollout_versions"].tolist()[3:5] == [
-        -1,
-        -1,
-    ]
+    assert full["response_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1]
+    assert full["rollout_versions"].tolist()[3:5] == [-1, -1]
     assert full["rm_scores"].nonzero().tolist() == [[6]]
     assert (full["uid"], full["data_source"], full["num_turns"]) == ("0/0", "x", 2)
     assert full["extra_fields"]["extra_info"] == {"index": 0} and full["extra_fields"]["acc"] == 1.0
@@ -168,15 +152,14 @@ class Queue:
 
 
 class Rollout:
-    """The arm's manager: makes what it is asked for; of the samples of a prompt one is masked."""
+    """The arm's manager: makes what it is asked for."""
 
     def __init__(self):
         self.asked = []
 
     def generate_sequences(self, prompts):
         self.asked.append(prompts)
-        output = batch_of((7, "masked"))
-        rows = output.slice(0, 1).repeat(len(prompts))
+        rows = batch_of((7,)).slice(0, 1).repeat(len(prompts))
         rows.non_tensor_batch = {"__num_turns__": np.full(len(prompts), 2)}
         rows.meta_info["timing"] = {"agent_loop/max": 1.5}
         return rows
@@ -193,13 +176,22 @@ def buffer(monkeypatch):
     return build
 
 
-def test_round_is_put_whole_a_key_a_sample_(buffer):
-    made = buffer(SLOTS)
+def test_round_is_put_whole_a_key_a_sample_and_again_with_the_scores_of_a_reward_model(buffer):
+    made = buffer([{"slot": torch.arange(2).unsqueeze(1)}])
     batch, metrics = made.it.sample(1, "train", 2)
     assert len(batch.keys) == 4 == len(made.queue.held) and metrics == {"timing_s/agent_loop/max": 1.5}
     uids = made.rollout.asked[0].non_tensor_batch["uid"].tolist()
     assert batch.keys == [f"{uid}_{i % 2}_0" for i, uid in enumerate(uids)] and uids[0] == uids[1] != uids[2]
     assert made.rollout.asked[0].meta_info["global_steps"] == 1
+
+    def scored(batch):
+        scores = torch.arange(4.0)[:, None] * torch.ones(4, RESPONSE)
+        batch.batch.pop("rm_scores")
+        return DataProto(TensorDict({"rm_scores": scores}, batch_size=4), {}, {})
+
+    made.it.score(scored)
+    fields = made.queue.held["train", batch.keys[0]]
+    assert [row[0].item() for row in fields["rm_scores"].unbind()] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_rounds_go_on_in_the_next_epoch_until_the_data_has_ended(buffer):
@@ -250,20 +242,6 @@ def test_a_controller_that_no_longer_answers_ends_the_wait_by_name(monkeypatch):
     with pytest.raises(TimeoutError, match="TransferQueue's controller gave no answer within 1 s"):
         asyncio.run(ask())
     context.destroy(linger=0)
-
-
-def test_scores_of_a_colocated_reward_model_reach_their_rows(buffer):
-    made = buffer(SLOTS)
-    made.it.sample(1, "train", 2)
-
-    def scored(batch):
-        scores = torch.arange(4.0)[:, None] * torch.ones(4, RESPONSE)
-        batch.batch.pop("rm_scores")
-        return DataProto(TensorDict({"rm_scores": scores}, batch_size=4), {}, {})
-
-    made.it.score(scored)
-    fields = made.queue.held[next(iter(made.queue.held))]
-    assert [row[0].item() for row in fields["rm_scores"].unbind()] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_checkpoint_of_a_step_that_has_updated_nothing_is_of_that_step():

@@ -45,11 +45,11 @@ def answering(answer, log=None, name=None, hangs=False):
 class Replica:
     """Notes what it is asked; a dead one fails at everything, as Ray or vLLM do."""
 
-    def __init__(self, name, log, error=None, hangs=False):
-        self.name, self.log, self.asked = name, log, []
-        self.dead_with, self.dies_in, self.dies_with = None, None, None
-        self.server_address = name
-        self.server_handle = SimpleNamespace(weight_sync_error=SimpleNamespace(remote=self.weight_sync_error))
+    def __init__(self, name, log, error=None, hangs=False, said=None):
+        self.name, self.server_address, self.log, self.asked = name, name, log, []
+        self.dead_with, self.dies_in = None, {}
+        its_error = SimpleNamespace(remote=self.weight_sync_error) if said is None else answering(said)
+        self.server_handle = SimpleNamespace(weight_sync_error=its_error)
         here, load = answering({"node_id": "here"}), answering(error, log, f"{name} loads", hangs)
         self.workers = [SimpleNamespace(update_weights=load, execute_checkpoint_engine=here) for _ in range(2)]
 
@@ -57,8 +57,7 @@ class Replica:
         async def answer(**_):
             self.asked.append(verb)
             self.log.append(f"{self.name} {verb}")
-            if verb == self.dies_in:
-                self.dead_with, self.dies_in = self.dies_with, None
+            self.dead_with = self.dies_in.pop(verb, self.dead_with)
             if self.dead_with is not None:
                 raise self.dead_with
 
@@ -75,8 +74,7 @@ class Trainers:
     world_size = 2
 
     def __init__(self, replicas, log, error=None, hangs=False, kills=None):
-        self.replicas, self.log, self.got = replicas, log, {}
-        self.kills = kills
+        self.replicas, self.log, self.got, self.kills = replicas, log, {}, kills
         self.begins = answering(error, log, "trainer sends", hangs)
 
     def update_weights(self, global_steps, mode):
@@ -184,42 +182,36 @@ def test_engine_on_another_node_is_refused_before_anything_is_sent():
         build(node="there")
 
 
+ODD = "ValueError: odd shape"
 FULL = RayTaskError("f", "Traceback\nOSError: No space left on device", OSError("No space left on device"))
 
 
 @pytest.mark.parametrize(
-    ("verb", "behaviour", "message"),
+    ("part", "scene", "message"),
     [
         ("stage", {"trainer": {"error": FULL}}, r"staging of version 4 failed in the trainer: .*No space left"),
-        ("load_staged", {"error": RayActorError()}, r"loading of version 4 failed in vLLM replica b: RayActorError"),
         ("stage", {"trainer": {"hangs": True}}, r"staging of version 4 by the trainer took more than .*weight_sync_s"),
-        ("load_staged", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.05 s"),
+        ("load_staged", {"hangs": True}, r"loading of version 4 to vLLM replicas a, b took more than 0.3 s"),
+        ("load_staged", {"error": RayActorError()}, r"loading of version 4 failed in vLLM replica b: RayActorError"),
+        # Its sender waits for the engine that has failed.
+        ("load_staged", {"hangs": True, "said": ODD}, rf"loading of version 4 failed in vLLM replica b: {ODD}"),
+        (
+            "load_staged",
+            {"hangs": True, "said": SERVER_DIED},
+            r"of version 4 failed in vLLM replica b: the server died",
+        ),
+        # The trainer fails by the engine's error.
+        ("send", {"backend": "naive", "trainer": {"error": FULL}, "said": ODD}, rf"failed in vLLM replica b: {ODD}"),
     ],
 )
-def test_failures_and_deadlines_name_the_trainer_or_the_replica(verb, behaviour, message):
-    run = build(deadline_s=0.05, **behaviour)
-    with pytest.raises((RolloutFailedError, NoAnswerError), match=message):
-        asyncio.run(getattr(run.manager, verb)(4))
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"), [("ValueError: odd shape", "ValueError: odd shape"), (RayActorError(), "the server died")]
-)
-def test_engine_that_fails_while_its_sender_waits_ends_the_load_by_name(said, reason, monkeypatch):
+def test_failures_and_deadlines_name_the_trainer_or_the_replica(part, scene, message, monkeypatch):
     monkeypatch.setattr(weight_transfer, "_LOOK_EVERY_S", 0.02)
-    run = build(hangs=True)
-    run.replicas[1].server_handle.weight_sync_error = answering(said)
-    with pytest.raises(RolloutFailedError, match=rf"loading of version 4 failed in vLLM replica b: {reason}"):
-        asyncio.run(run.manager.load_staged(4))
-    # A dead one does not stop the staging: it is restarted before the load.
-    asyncio.run(run.manager.stage(5))
-
-
-def test_error_of_an_engine_is_reported_where_the_trainer_fails_by_it():
-    run = build("colocated", "naive", trainer={"error": FULL})
-    run.replicas[1].server_handle.weight_sync_error = answering("ValueError: odd shape")
-    with pytest.raises(RolloutFailedError, match=r"weight sync of version 4 failed in vLLM replica b: ValueError: odd"):
-        asyncio.run(run.manager.send(4))
+    run = build(deadline_s=0.3, **scene)
+    with pytest.raises((RolloutFailedError, NoAnswerError), match=message):
+        asyncio.run(getattr(run.manager, part)(4))
+    if part == "load_staged":
+        # A dead engine does not stop the staging: it is restarted before the load.
+        asyncio.run(run.manager.stage(5))
 
 
 @pytest.mark.parametrize("dies_with", [SERVER_DIED, ENGINE_DIED], ids=["server", "engine"])
@@ -236,7 +228,7 @@ def test_error_of_an_engine_is_reported_where_the_trainer_fails_by_it():
 def test_replica_that_dies_before_the_weight_sync_is_restarted_for_it(placement, dies_in, dies_with):
     run = build(placement, "naive")
     alive, dead = run.replicas
-    dead.dies_in, dead.dies_with = dies_in, dies_with
+    dead.dies_in = {dies_in: dies_with}
     if placement == "colocated":
         # As verl's ``fit`` and the recipe end a round.
         asyncio.run(run.control.interrupt())
