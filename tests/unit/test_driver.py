@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.settings import Deadlines, Placement
+from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.run_log import EngineCall, Phase
@@ -70,28 +70,16 @@ class Source:
         return taken
 
 
-def new_manager():
-    return ManagerActor(settings_of(stall_s=20.0), InProcess())
-
-
 class Life:
     """``STEPS`` steps of one group of one sample, overlap 1."""
 
     def __init__(self, lengths, placement, last_step):
-        self.separate, self.manager = placement is Placement.SEPARATE, new_manager()
+        settings = settings_of(stall_s=20.0, placement=placement)
+        self.separate, self.manager = settings.separate, ManagerActor(settings, InProcess())
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
         self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
-        self.control = AsyncMock(
-            **{"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt}, restarted=0
-        )
-        settings = SimpleNamespace(
-            deadlines=Deadlines(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0),
-            batch_groups=1,
-            batch_samples=1,
-            group_filter=None,
-            separate=self.separate,
-            failures=SimpleNamespace(max_masked_fraction=0.0),
-        )
+        answers = {"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt}
+        self.control = AsyncMock(**answers, restarted=0)
         self.recorder = Records(settings, self.log, self.control, SimpleNamespace(total=1))
         manager, steps = Local(self.manager), TrainingSteps(last_step, 1, last_step)
         self.guard = Calm(self.recorder, manager, [self.worker], None, [], self.stop)
@@ -189,7 +177,7 @@ async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, pla
         await one.sync(1)
         for step in (2, 3, 4):
             await one.step(step)
-        restored = new_manager()
+        restored = ManagerActor(settings_of(), InProcess())
         await restored.load(str(tmp_path / "manager"))
         assert made == 5 + tokens_in(restored._manager) > 5
         uids = [group.uid for batch in one.recorded for group in batch.ready.groups]

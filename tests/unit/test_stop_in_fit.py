@@ -189,13 +189,8 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         self.async_rollout_manager.generate_sequences(gen_batch)
         return {"val-core/reward": 1.0}
 
-    for name, fake in (
-        ("_compute_old_log_prob", log_probs),
-        ("_update_actor", update),
-        ("_validate", validate),
-    ):
+    for name, fake in {"_compute_old_log_prob": log_probs, "_update_actor": update, "_validate": validate}.items():
         monkeypatch.setattr(RayPPOTrainer, name, fake)
-
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
     def run(*overrides, stop_at=None):
@@ -301,12 +296,6 @@ def test_trackers_show_a_run_whose_last_save_fails_as_failed(life, monkeypatch):
     with pytest.raises(RuntimeError, match="cannot be saved"):
         life(*FILTERS, "trainer.save_freq=5")
     assert ended == [RuntimeError]
-
-
-def test_round_is_finished_once_after_the_update_of_its_step(life):
-    trainer = life(*VALIDATES, "trainer.save_freq=1")
-    step = ["finish", "a checkpoint", "validation"]
-    assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
 
 
 ADAPTIVE = (
