@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -152,14 +153,6 @@ async def test_next_batch_checkpoint_and_sync_wait_for_the_update(placement):
 
 
 @both
-async def test_last_step_begins_no_version(placement):
-    async with life(5, 3000, 5, 5, placement=placement, last_step=1) as one:
-        await one.step(1)
-        manager = one.manager._manager
-        assert manager.version == 0 and manager.counters.admitted_groups == 2
-
-
-@both
 async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement):
     async with life(5, 300, 5, 5, placement=placement) as one:
         report = one.manager.report
@@ -181,10 +174,15 @@ async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, pla
         await restored.load(str(tmp_path / "manager"))
         assert made == 5 + tokens_in(restored._manager) > 5
         uids = [group.uid for batch in one.recorded for group in batch.ready.groups]
-        assert sorted(uids) == ["0/0", "0/1", "0/2", "0/3"]
+        admitted = [uid for _, summary, *_ in one.recorder.batches for uid in summary.admitted]
+        assert sorted(uids) == admitted == ["0/0", "0/1", "0/2", "0/3"]
         assert one.control.interrupt.await_count == (1 if one.separate else STEPS)
         if one.separate:
             assert ("flush", 1) in one.phases and one.guard.open
+            last = one.recorded[-1]
+            assert 0 <= one.recorder.metrics["timing/wait_s"] <= last.until - last.since
+            for before, after in pairwise(one.recorded):
+                assert (after.step, after.since) == (before.step + 1, before.until)
 
 
 @both
@@ -220,8 +218,8 @@ async def test_separate_version_begins_between_the_load_and_the_resumption():
 
 
 @both
-async def test_step_is_recorded_with_the_calls_of_training_samples_alone(placement):
-    async with life(5, 5, 5, 5, placement=placement) as one:
+async def test_last_step_begins_no_version_and_is_recorded_with_the_calls_of_training_samples_alone(placement):
+    async with life(5, 3000, 5, 5, placement=placement, last_step=1) as one:
         samples = ("0/0#0", "a4f0", "a4f1")
         one.guard.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
         await one.step(1)
@@ -232,16 +230,8 @@ async def test_step_is_recorded_with_the_calls_of_training_samples_alone(placeme
         assert waits == (None, None) if one.separate else min(waits) >= 0
         assert one.recorder.metrics.get("timing/interrupt_s") == round_.interrupt_s
         assert one.recorder.metrics["rollout/decoded_tokens"] == 1
-
-
-async def test_separate_step_is_recorded_from_the_batch_before_to_this_one():
-    async with life(5, 5, 5, 5) as one:
-        for step in (1, 2):
-            await one.step(step)
-        first, second = one.recorded
-        assert first.until == second.since and 0 <= one.recorder.metrics["timing/wait_s"] <= second.until - second.since
-        admitted = [account.admitted for _, account, *_ in one.recorder.batches]
-        assert [first.step, second.step] == [1, 2] and admitted == [["0/0", "0/1"], ["0/2"]]
+        manager = one.manager._manager
+        assert manager.version == 0 and manager.counters.admitted_groups == 2
 
 
 @both
