@@ -157,7 +157,6 @@ OVER = ended(1, exhausted=True)
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        (with_group("1/3", masked=2), []),
         # A loss is told once.
         (at(3, "1/0", "1/1"), ["prompt 1/1 was lost: never trained", "step 3 trained 1 groups instead of 2"]),
         # Not drained: as much as admission allows may be in flight at the end, and every step must have trained its batch.

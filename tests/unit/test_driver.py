@@ -5,7 +5,7 @@ import contextlib
 import time
 from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import DEFAULT, AsyncMock, MagicMock
 
 import pytest
 
@@ -237,13 +237,8 @@ async def test_last_step_begins_no_version_and_is_recorded_with_the_calls_of_tra
 @both
 async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
-        answers, asked, offer = [None], one.manager.wait_batch, one.manager.enqueue
-        one.manager.enqueue = AsyncMock(side_effect=offer)
-
-        async def wait_batch(stop):
-            return answers.pop() if answers else await asked(stop)
-
-        one.manager.wait_batch = wait_batch
+        one.manager.enqueue = AsyncMock(wraps=one.manager.enqueue)
+        one.manager.wait_batch = AsyncMock(wraps=one.manager.wait_batch, side_effect=[None, DEFAULT])
         (group,) = await one.batch(1)
         (((prompts, left), _),) = one.manager.enqueue.await_args_list
         assert (group.uid, [prompt.uid for prompt in prompts], left) == ("0/0", ["0/2", "0/3"], 0)

@@ -3,7 +3,9 @@
 Processes of either arm play their steps without engines; files, records and verl's file logger are real.
 """
 
+import contextlib
 import shutil
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -193,30 +195,21 @@ def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path)
 
 @pytest.mark.parametrize("how", [BACK, OVER])
 def test_start_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, how, monkeypatch):
-    move, killed = run_checkpoints.shutil.move, True
     for survives in range(9):
-        if not killed:
-            break
-        run, killed, left = tmp_path / f"run{survives}", False, [survives]
+        run = tmp_path / f"run{survives}"
         live("a", until=STEPS, directory=run)
-
-        def counted(*args, left=left):
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-            return move(*args)
-
         path = {"mode": "resume_path", "path": run / "global_step_4"} if how == BACK else {"mode": how}
-        with monkeypatch.context() as patch:
-            patch.setattr(run_checkpoints.shutil, "move", counted)
-            try:
-                live("b", until=3, directory=run, **path)
-            except Killed:
-                killed = True
+        moves = Mock(wraps=shutil.move, side_effect=[DEFAULT] * survives + [Killed])
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(run_checkpoints.shutil, "move", moves)
+            live("b", until=3, directory=run, **path)
+        killed = moves.call_count > survives
         third = live("c", until=STEPS, directory=run)
         assert trained_by(run) == ("aaaacccc" if how == BACK else "cccccccc" if killed else "bbcccccc")
         agrees(run, third)
-    assert survives > 1
+        if not killed:
+            break
+    assert survives > 0 and not killed
 
 
 def test_start_says_which_steps_it_trains_again_and_what_it_supersedes(live, tmp_path, capsys):

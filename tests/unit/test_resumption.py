@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -203,11 +204,7 @@ def test_check_counts_the_steps_left_and_a_finished_run_starts_nothing(
     assert start(steps, checks=True) == 0
     assert f"ok    steps           {said if last > 6 else over}\n" in capsys.readouterr().out
     runner = start(steps)
-
-    def it_starts(config):
-        raise RuntimeError("it starts")
-
-    monkeypatch.setattr(task_runner, "start_ray", it_starts)
+    monkeypatch.setattr(task_runner, "start_ray", Mock(side_effect=RuntimeError("it starts")))
     # Of a run that was killed before it noted its end.
     for log, starts in ((None, False), (ENDED, False), (ENDED.replace("true", "false"), True)):
         if log:
@@ -253,9 +250,6 @@ def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_pa
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_file_system_without_locks_takes_a_run_all_the_same(tmp_path, monkeypatch, number):
-    def flock(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
     with locked(tmp_path):
         assert (tmp_path / "run.lock").exists()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -129,12 +130,9 @@ def test_payload_that_was_never_packed_gives_no_value(payload):
 
 
 def test_write_that_dies_leaves_the_snapshot_before_it(tmp_path, monkeypatch):
-    def power_cut(descriptor):
-        raise OSError("power cut")
-
     path = tmp_path / "manager.snapshot"
     write_snapshot(path, STATE)
-    monkeypatch.setattr("os.fsync", power_cut)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
         write_snapshot(path, {"other": 1})
     assert same(read_snapshot(path), STATE)

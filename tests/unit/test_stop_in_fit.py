@@ -9,7 +9,7 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import DEFAULT, MagicMock, Mock
 
 import pytest
 import torch
@@ -365,10 +365,6 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def kill(*args, **kwargs):
-    raise Killed
-
-
 def steps_of(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
@@ -378,9 +374,7 @@ SAVES = "trainer.save_freq=1"
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_kill_before_the_seal_leaves_the_older_checkpoints_whole(life, tmp_path, monkeypatch, kept):
-    def seal(step_dir, made, seal=run_checkpoints.seal):
-        return kill() if made.step == STEPS else seal(step_dir, made)
-
+    seal = Mock(wraps=run_checkpoints.seal, side_effect=[*[DEFAULT] * (STEPS - 1), Killed])
     monkeypatch.setattr(run_checkpoints, "seal", seal)
     with pytest.raises(Killed):
         life(f"trainer.max_actor_ckpt_to_keep={kept}", SAVES)
