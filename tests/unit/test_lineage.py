@@ -14,13 +14,14 @@ from recipe.partial_rollout.checkpoint import run_checkpoints
 from recipe.partial_rollout.checkpoint.manifest import TornCheckpointError, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import TRACKER, RunCheckpoints
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, RolloutPhase, Round, TrainedGroup
+from recipe.partial_rollout.records.run_log import Arm, Checkpoint, Ended, RolloutPhase, Round
 from recipe.partial_rollout.rollout.prompt_source import TrainingSteps
 from recipe.partial_rollout.rollout.recorder import run_settings
 from recipe.partial_rollout.rollout.replicas import ReplicaSlots
 from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.tools.audit import audit
 from recipe.partial_rollout.tools.run_record import load_run
+from tests.unit.runs import large_group
 from verl_ext.tracking_observer import observed_tracking
 
 STEPS = 8
@@ -28,13 +29,6 @@ STEPS = 8
 
 class Killed(BaseException):
     """The process ends here."""
-
-
-def group_of(step, n):
-    return TrainedGroup(
-        uid=f"0/{step - 1}", order=step - 1, prompt=str(step), birth=step - 1, lengths=[5] * n, staleness=[0] * n,
-        segments=[1] * n, tokens=5 * n,
-    )  # fmt: skip
 
 
 @pytest.fixture(params=["PR", "noPR"])
@@ -54,7 +48,7 @@ def live(tmp_path, resolved_config, monkeypatch, request):
 
     def run(who, *, until, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
         monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-        keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=2"
+        keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=8"
         config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={partial}")
         directory.mkdir(exist_ok=True)
         settings = PartialRolloutConfig.from_config(config)
@@ -72,7 +66,7 @@ def live(tmp_path, resolved_config, monkeypatch, request):
             metrics = tracking.Tracking("project", "scripted", ["file"])
             for step in range(resumed + 1, until + 1):
                 weights = f"{weights or ''}{who}"
-                group = group_of(step, 2)
+                group = large_group(step - 1, staleness=0, birth=step - 1)
                 phase = RolloutPhase(10.0 * step, 10.0 * step + 5, ())
                 log.round(Round(step=step, phase=phase, trained=[group], admitted=[group.uid]))
                 files.completed_step = step

@@ -138,15 +138,8 @@ class ManagerLife(RuleBasedStateMachine):
             self.most_filtered = (sizes.gen_batches - 1) * self.batch if sizes.gen_batches else self.supply
         limit = self.total if self.every and self.limited else None
         self.failures = FailureLimits(sample_retries=sizes.retries)
-        run = settings_of(
-            self.batch,
-            self.n,
-            mode=sizes.mode,
-            overlap=sizes.overlap,
-            max_staleness=self.max_staleness,
-            failures=self.failures,
-            group_filter=self.filter,
-        )
+        keys = {"mode": sizes.mode, "overlap": sizes.overlap, "max_staleness": self.max_staleness}
+        run = settings_of(self.batch, self.n, failures=self.failures, group_filter=self.filter, **keys)
         self.build = lambda: PromptsManager(replace(run, scheduling=self.scheduling), lambda: 0.0, limit)
         self.manager = self.build()
         self.out_of_turn = False
