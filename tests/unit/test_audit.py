@@ -149,13 +149,14 @@ def test_violation_is_named(write, capsys, violation):
 
 
 BEYOND = {**RUN, "total": 4, "offered": 8}
+ALL_ADMITTED = [{**BEYOND, "total": 2}, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3 1/0"), ended(1)]
+ONE_EPOCH = {**FILTERING, "offered": 4}
 OVER = ended(1, exhausted=True)
 
 
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        (with_group("1/3", masked=2), []),
         # A loss is told once.
         (at(3, "1/0", "1/1"), ["prompt 1/1 was lost: never trained", "step 3 trained 1 groups instead of 2"]),
         # Not drained: as much as admission allows may be in flight at the end, and every step must have trained its batch.
@@ -165,32 +166,18 @@ OVER = ended(1, exhausted=True)
             ["the training is complete, but trained 3 of 4 prompts", "step 2 trained 1 groups instead of 2"],
         ),
         # One that drains after one that did not: the first process admitted five, the second trains four in all.
-        (
-            [
-                *({**BEYOND, "total": 2}, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3 1/0"), ended(1)),
-                *(resumed(1, total=4, offered=4), round_of(2, "0/1 1/0"), ended(2)),
-            ],
-            [],
-        ),
+        ([*ALL_ADMITTED, resumed(1, total=4, offered=4), round_of(2, "0/1 1/0"), ended(2)], []),
         # The data ends a filtering training with less than a batch in flight.
-        ([{**FILTERING, "offered": 4}, SAMPLED[1], OVER], []),
-        ([{**FILTERING, "offered": 4}, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3"), OVER], ["2 prompts are admitted"]),
+        ([ONE_EPOCH, SAMPLED[1], OVER], []),
+        ([ONE_EPOCH, round_of(1, "0/0 0/3", "0/0 0/1 0/2 0/3"), OVER], ["2 prompts are admitted"]),
         ([FILTERING, SAMPLED[1], OVER], ["5 prompts are admitted and not trained, but at most 1 can be in flight"]),
         # ``trainer.total_training_steps`` is beyond the data.
-        ([{**FILTERING, "total": 40, "offered": 4}, SAMPLED[1], OVER], []),
+        ([{**ONE_EPOCH, "total": 40}, SAMPLED[1], OVER], []),
         ([{**RUN, "total": 40}, *GOOD[1:]], []),
         # A run that goes on.
         *((lines, []) for lines in (GOOD[:2], GOOD[:4], [*GOOD[:4], resumed(2)], [*GOOD[:4], resumed(2), GOOD[3]])),
         # Staleness is judged by the bound in force.
-        (
-            [
-                *GOOD[:3],
-                resumed(2, max_staleness=2),
-                GOOD[3],
-                *at(4, [group("1/2"), group("1/3", **LATE)], "1/2 1/3")[4:],
-            ],
-            [],
-        ),
+        ([*GOOD[:3], resumed(2, max_staleness=2), GOOD[3], *with_group("1/3", **LATE)[4:]], []),
     ],
 )
 def test_end_of_a_training_is_judged_by_what_it_was_to_train(write, lines, found):
@@ -202,7 +189,7 @@ def test_whole_training_has_no_violation_and_says_what_became_of_it(write, tmp_p
     assert main([str(write(*with_group("1/3", masked=2)))]) == 0
     table = capsys.readouterr().out
     assert "8 of 8" in table and "samples masked                    2" in table
-    assert main([str(write({**FILTERING, "offered": 4}, SAMPLED[1], OVER))]) == 0
+    assert main([str(write(ONE_EPOCH, SAMPLED[1], OVER))]) == 0
     assert "complete: the data could not fill another batch" in capsys.readouterr().out
     assert main([str(build_run(tmp_path / "noPR"))]) == 2
     assert "a run of noPR has nothing to audit" in capsys.readouterr().err

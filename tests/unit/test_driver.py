@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
+from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import DEFAULT, AsyncMock, MagicMock
 
 import pytest
 
-from recipe.partial_rollout.config.settings import Deadlines, Placement
+from recipe.partial_rollout.config.settings import Placement
 from recipe.partial_rollout.manager.actor import ManagerActor
 from recipe.partial_rollout.manager.types import Prompt
 from recipe.partial_rollout.records.run_log import EngineCall, Phase
@@ -70,28 +71,16 @@ class Source:
         return taken
 
 
-def new_manager():
-    return ManagerActor(settings_of(stall_s=20.0), InProcess())
-
-
 class Life:
     """``STEPS`` steps of one group of one sample, overlap 1."""
 
     def __init__(self, lengths, placement, last_step):
-        self.separate, self.manager = placement is Placement.SEPARATE, new_manager()
+        settings = settings_of(stall_s=20.0, placement=placement)
+        self.separate, self.manager = settings.separate, ManagerActor(settings, InProcess())
         self.worker = ScriptedWorker(EngineCurve(step_s=0.001, sample_s=0.0), 1, placement)
         self.source, self.stop, self.log = Source(lengths), StopSignals(), MagicMock()
-        self.control = AsyncMock(
-            **{"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt}, restarted=0
-        )
-        settings = SimpleNamespace(
-            deadlines=Deadlines(interrupt_s=5.0, stall_s=20.0, weight_sync_s=5.0),
-            batch_groups=1,
-            batch_samples=1,
-            group_filter=None,
-            separate=self.separate,
-            failures=SimpleNamespace(max_masked_fraction=0.0),
-        )
+        answers = {"load.return_value": {}, "interrupt.side_effect": self.worker.interrupt}
+        self.control = AsyncMock(**answers, restarted=0)
         self.recorder = Records(settings, self.log, self.control, SimpleNamespace(total=1))
         manager, steps = Local(self.manager), TrainingSteps(last_step, 1, last_step)
         self.guard = Calm(self.recorder, manager, [self.worker], None, [], self.stop)
@@ -164,14 +153,6 @@ async def test_next_batch_checkpoint_and_sync_wait_for_the_update(placement):
 
 
 @both
-async def test_last_step_begins_no_version(placement):
-    async with life(5, 3000, 5, 5, placement=placement, last_step=1) as one:
-        await one.step(1)
-        manager = one.manager._manager
-        assert manager.version == 0 and manager.counters.admitted_groups == 2
-
-
-@both
 async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, placement):
     async with life(5, 300, 5, 5, placement=placement) as one:
         report = one.manager.report
@@ -189,14 +170,19 @@ async def test_checkpoint_holds_every_token_and_the_samples_run_on(tmp_path, pla
         await one.sync(1)
         for step in (2, 3, 4):
             await one.step(step)
-        restored = new_manager()
+        restored = ManagerActor(settings_of(), InProcess())
         await restored.load(str(tmp_path / "manager"))
         assert made == 5 + tokens_in(restored._manager) > 5
         uids = [group.uid for batch in one.recorded for group in batch.ready.groups]
-        assert sorted(uids) == ["0/0", "0/1", "0/2", "0/3"]
+        admitted = [uid for _, summary, *_ in one.recorder.batches for uid in summary.admitted]
+        assert sorted(uids) == admitted == ["0/0", "0/1", "0/2", "0/3"]
         assert one.control.interrupt.await_count == (1 if one.separate else STEPS)
         if one.separate:
             assert ("flush", 1) in one.phases and one.guard.open
+            last = one.recorded[-1]
+            assert 0 <= one.recorder.metrics["timing/wait_s"] <= last.until - last.since
+            for before, after in pairwise(one.recorded):
+                assert (after.step, after.since) == (before.step + 1, before.until)
 
 
 @both
@@ -232,8 +218,8 @@ async def test_separate_version_begins_between_the_load_and_the_resumption():
 
 
 @both
-async def test_step_is_recorded_with_the_calls_of_training_samples_alone(placement):
-    async with life(5, 5, 5, 5, placement=placement) as one:
+async def test_last_step_begins_no_version_and_is_recorded_with_the_calls_of_training_samples_alone(placement):
+    async with life(5, 3000, 5, 5, placement=placement, last_step=1) as one:
         samples = ("0/0#0", "a4f0", "a4f1")
         one.guard.calls = [EngineCall("r0", 0.0, 1.0, 1, 0, sample=sample) for sample in samples]
         await one.step(1)
@@ -244,28 +230,15 @@ async def test_step_is_recorded_with_the_calls_of_training_samples_alone(placeme
         assert waits == (None, None) if one.separate else min(waits) >= 0
         assert one.recorder.metrics.get("timing/interrupt_s") == round_.interrupt_s
         assert one.recorder.metrics["rollout/decoded_tokens"] == 1
-
-
-async def test_separate_step_is_recorded_from_the_batch_before_to_this_one():
-    async with life(5, 5, 5, 5) as one:
-        for step in (1, 2):
-            await one.step(step)
-        first, second = one.recorded
-        assert first.until == second.since and 0 <= one.recorder.metrics["timing/wait_s"] <= second.until - second.since
-        admitted = [account.admitted for _, account, *_ in one.recorder.batches]
-        assert [first.step, second.step] == [1, 2] and admitted == [["0/0", "0/1"], ["0/2"]]
+        manager = one.manager._manager
+        assert manager.version == 0 and manager.counters.admitted_groups == 2
 
 
 @both
 async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
-        answers, asked, offer = [None], one.manager.wait_batch, one.manager.enqueue
-        one.manager.enqueue = AsyncMock(side_effect=offer)
-
-        async def wait_batch(stop):
-            return answers.pop() if answers else await asked(stop)
-
-        one.manager.wait_batch = wait_batch
+        one.manager.enqueue = AsyncMock(wraps=one.manager.enqueue)
+        one.manager.wait_batch = AsyncMock(wraps=one.manager.wait_batch, side_effect=[None, DEFAULT])
         (group,) = await one.batch(1)
         (((prompts, left), _),) = one.manager.enqueue.await_args_list
         assert (group.uid, [prompt.uid for prompt in prompts], left) == ("0/0", ["0/2", "0/3"], 0)

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
@@ -71,22 +71,9 @@ def segment_of(sample_id, start, length, version, stop_reason, turn=0):
     return Segment(ids, (-ids / 1024).astype(np.float32), version, stop_reason, turn)
 
 
-IN_THE_MANAGER = (GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN)
-ARRAYS = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions")
-
-
-def assert_same_output(actual, expected):
-    for name in ARRAYS:
-        got, wanted = getattr(actual, name), getattr(expected, name)
-        assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), name
-    for name in ("segments", "masked", "reward_score"):
-        assert getattr(actual, name) == getattr(expected, name), name
-
-
-def assert_same_segments(actual, expected):
-    assert [(s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason, s.turn) for s in actual] == [
-        (s.token_ids.tobytes(), s.log_probs.tobytes(), s.version, s.stop_reason, s.turn) for s in expected
-    ]
+def packed(records):
+    """Every field of ``records``, with types, shapes and bytes."""
+    return plain_state.pack([asdict(record) for record in records])
 
 
 @dataclass
@@ -127,12 +114,8 @@ class Model:
             segments.clear()
 
 
-def some_run(self):
-    return bool(self.model.running)
-
-
-def some_end(self):
-    return bool(self.model.running or self.model.away)
+some_run = precondition(lambda self: self.model.running)
+some_end = precondition(lambda self: self.model.running or self.model.away)
 
 
 class ManagerLife(RuleBasedStateMachine):
@@ -155,15 +138,8 @@ class ManagerLife(RuleBasedStateMachine):
             self.most_filtered = (sizes.gen_batches - 1) * self.batch if sizes.gen_batches else self.supply
         limit = self.total if self.every and self.limited else None
         self.failures = FailureLimits(sample_retries=sizes.retries)
-        run = settings_of(
-            self.batch,
-            self.n,
-            mode=sizes.mode,
-            overlap=sizes.overlap,
-            max_staleness=self.max_staleness,
-            failures=self.failures,
-            group_filter=self.filter,
-        )
+        keys = {"mode": sizes.mode, "overlap": sizes.overlap, "max_staleness": self.max_staleness}
+        run = settings_of(self.batch, self.n, failures=self.failures, group_filter=self.filter, **keys)
         self.build = lambda: PromptsManager(replace(run, scheduling=self.scheduling), lambda: 0.0, limit)
         self.manager = self.build()
         self.out_of_turn = False
@@ -240,7 +216,7 @@ class ManagerLife(RuleBasedStateMachine):
             assert sample_id not in model.outputs and sample_id not in model.failed
             held = model.holders.get(sample_id) == worker
             assert lease.resident == held
-            assert_same_segments(lease.segments, [] if held else model.segments.get(sample_id, []))
+            assert packed(lease.segments) == packed([] if held else model.segments.get(sample_id, []))
             model.holders[sample_id] = worker
             model.running[sample_id] = worker
             model.births.setdefault(lease.group_uid, model.version)
@@ -277,7 +253,7 @@ class ManagerLife(RuleBasedStateMachine):
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    @precondition(some_run)
+    @some_run
     @rule(pick=PICK, length=st.integers(0, 4), stop=st.sampled_from([None, "completed"]))
     def add_segment(self, pick, length, stop):
         self.extend(self.picked(pick), length, stop)
@@ -290,7 +266,7 @@ class ManagerLife(RuleBasedStateMachine):
         if length:
             segments.append(segment)
 
-    @precondition(some_run)
+    @some_run
     @rule(pick=PICK, length=st.integers(0, 4))
     def interrupt(self, pick, length):
         sample_id = self.picked(pick)
@@ -298,7 +274,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.interrupt(sample_id)
         del self.model.running[sample_id]
 
-    @precondition(some_run)
+    @some_run
     @rule(pick=PICK, length=st.integers(0, 4))
     def park(self, pick, length):
         """Its reward takes long, or a tool."""
@@ -315,7 +291,7 @@ class ManagerLife(RuleBasedStateMachine):
         self.manager.interrupt(sample_id)
         del self.model.away[sample_id]
 
-    @precondition(some_end)
+    @some_end
     @rule(pick=PICK, length=st.integers(0, 4))
     def finish(self, pick, length):
         self.end_sample(self.picked(pick, *self.model.away), length)
@@ -334,7 +310,8 @@ class ManagerLife(RuleBasedStateMachine):
     def forget(self, sample_id, output):
         self.leave_worker(sample_id)
         self.model.outputs[sample_id] = output
-        for group in self.newly_filtered():
+        # They stay with the manager until a step tells them.
+        for group in [each for each in self.manager.groups.filtered if each.uid not in self.model.filtered]:
             outputs = [self.model.outputs[f"{group.uid}#{i}"] for i in range(self.n)]
             rewards = [output.reward_score for output in outputs if not output.masked]
             assert len(rewards) > 1 and set(rewards) == {group.value}
@@ -350,11 +327,7 @@ class ManagerLife(RuleBasedStateMachine):
         model = self.model
         del (model.running if sample_id in model.running else model.away)[sample_id]
 
-    def newly_filtered(self):
-        """They stay with the manager until a step tells them."""
-        return [group for group in self.manager.groups.filtered if group.uid not in self.model.filtered]
-
-    @precondition(some_end)
+    @some_end
     @rule(pick=PICK)
     def fail(self, pick):
         sample_id = self.picked(pick, *self.model.away)
@@ -382,10 +355,8 @@ class ManagerLife(RuleBasedStateMachine):
         count = min(self.manager.wanted, self.supply - self.model.offered)
         first = self.model.offered
         self.model.offered += count
-        self.manager.backlog.enqueue(self.prompts(first, first + count), self.supply - self.model.offered)
-
-    def prompts(self, first, end):
-        return [Prompt(f"0/{i}", {"index": i}) for i in range(first, end)]
+        prompts = [Prompt(f"0/{i}", {"index": i}) for i in range(first, first + count)]
+        self.manager.backlog.enqueue(prompts, self.supply - self.model.offered)
 
     @precondition(lambda self: self.manager.short_of_prompts)
     @rule()
@@ -440,9 +411,7 @@ class ManagerLife(RuleBasedStateMachine):
             assert group.uid not in model.trained + model.filtered
             assert model.version - model.births[group.uid] <= self.max_staleness
             assert group.row == {"index": int(group.uid[2:])}
-            assert len(group.outputs) == self.n
-            for i, output in enumerate(group.outputs):
-                assert_same_output(output, model.outputs[f"{group.uid}#{i}"])
+            assert packed(group.outputs) == packed(model.outputs[f"{group.uid}#{i}"] for i in range(self.n))
         model.taken = [group.uid for group in taken]
 
     def assert_in_turn(self, taken):
@@ -573,9 +542,9 @@ class ManagerLife(RuleBasedStateMachine):
     @invariant()
     def states_agree_with_the_indexes(self):
         groups = self.manager.groups
-        by_state = {state: list(groups.in_state(state)) for state in GroupState}
-        waiting, active, ready, taken = (by_state[state] for state in IN_THE_MANAGER)
-        assert sum(map(len, by_state.values())) == len(waiting + active + ready + taken) == len(groups.by_order)
+        in_the_manager = GroupState.WAITING, GroupState.ACTIVE, GroupState.READY, GroupState.TAKEN
+        waiting, active, ready, taken = (list(groups.in_state(state)) for state in in_the_manager)
+        assert len(waiting + active + ready + taken) == len(groups.by_order)
         assert [g.order for g in groups.by_order.values()] == sorted(groups.by_order) == list(groups.by_order)
         assert set(groups.ready_queue) == set(ready) and len(groups.ready_queue) == len(ready)
         assert set(groups.taken) == set(taken) and [g.uid for g in groups.taken] == self.model.taken
@@ -610,13 +579,9 @@ class ManagerLife(RuleBasedStateMachine):
         assert counted <= (1 + self.max_staleness) * self.batch
 
     @invariant()
-    def no_key_fails(self):
+    def slots_are_respected_and_no_key_fails(self):
+        assert all(self.free(worker) >= 0 for worker in self.capacity)
         assert self.manager.slots.queue.problem is None
-
-    @invariant()
-    def slots_are_respected(self):
-        for worker, capacity in self.capacity.items():
-            assert sum(w == worker for w in self.model.running.values()) <= capacity
 
     def teardown(self):
         """Let everything end: the training reaches its last step, or the end of its data, every prompt consumed once."""

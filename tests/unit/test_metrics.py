@@ -8,6 +8,7 @@ from msgspec import structs
 
 from recipe.partial_rollout.manager.types import TakenGroup
 from recipe.partial_rollout.records.metrics import (
+    METRICS,
     SECTION,
     bubble_fraction,
     bubble_of_ended,
@@ -44,16 +45,9 @@ def test_samples_of_several_versions_are_counted_with_all_their_tokens(output):
     assert (old["staleness/mixed_samples"], old["staleness/mixed_tokens"]) == (0, 0)
 
 
-def test_request_that_the_engine_queues_takes_no_slot():
-    # Two slots, 10 s: one call runs for 10 s, one waits for 6 s and runs for 4 s.
-    phase = RolloutPhase(0.0, 10.0, (call(0, 10), call(0, 10, queued_s=6.0)))
-    assert bubble_fraction([phase], 2) == pytest.approx(6 / 20)
-    aborted = call(0, 4, queued_s=9.0, tokens=0)
-    assert bubble_fraction([RolloutPhase(0.0, 10.0, (aborted,))], 1) == 1.0
-
-
-def test_curve_has_a_row_for_each_replica_and_p95_is_a_value_that_occurs():
-    calls = call(-5, 4), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1)
+def test_curve_has_a_row_for_each_replica_without_queued_calls_and_p95_is_a_value_that_occurs():
+    aborted_in_the_queue = call(0, 4, tokens=0, queued_s=9.0)
+    calls = call(-5, 4), call(0, 99, replica=1, queued_s=2.0), call(3, 3, replica=1), aborted_in_the_queue
     curve = running_curve(RolloutPhase(0.0, 10.0, calls), 2)
     assert curve.times.tolist() == [0, 2, 3, 4, 10]
     assert curve.running.tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
@@ -86,11 +80,7 @@ def test_staleness_counts_from_the_first_generated_token(output):
 # -- a dashboard ---------------------------------------------------------------------------------------------------------
 
 
-FIGURES = (
-    "held_out_reward reward k3_kl step_s rollout_s bubble tokens_per_s staleness_mean staleness_max off_policy_share "
-    "length_bias"
-)
-KEYS = [f"{SECTION}/{figure}" for figure in FIGURES.split()]
+KEYS = [f"{SECTION}/{metric}" for metric in METRICS]
 STEP = {
     "training/global_step": 3, "timing_s/step": 9.0, "timing_s/gen": 4.0, "val-core/gsm8k/acc/mean@4": 0.5,
     "critic/score/mean": 0.4, "rollout_corr/k3_kl": 1e-5, "partial_rollout/rollout/bubble_fraction": 0.2,
@@ -104,7 +94,5 @@ def test_both_arms_log_the_figures_under_the_same_keys():
     pr = overview(STEP | {f"partial_rollout/{name}": value for name, value in PR_ONLY.items()}, partial=True)
     assert list(nopr) == list(pr) == KEYS
     assert [[figures[key] for key in KEYS[-4:]] for figures in (nopr, pr)] == [[0, 0, 0, 1], [0.7, 2, 0.3, 0.9]]
-    # A validation before training has its reward only: the mean of its sets.
-    sets = {"aime24/acc/mean@32": 0.2, "gsm8k/acc/mean@4": 0.8, "gsm8k/acc/best@4/mean": 1.0}
-    validation = {f"val-core/{name}": value for name, value in sets.items()}
-    assert overview(validation, partial=True) == {f"{SECTION}/held_out_reward": 0.5}
+    validation = {"val-core/gsm8k/acc/mean@4": 0.8, "val-core/gsm8k/acc/best@4/mean": 1.0}
+    assert overview(validation, partial=False) == {f"{SECTION}/held_out_reward": 0.8}

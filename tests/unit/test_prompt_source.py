@@ -1,7 +1,7 @@
 """Prompts come in the order of verl's own dataloader, each once an epoch, also across a restart; so do noPR's rows."""
 
 from itertools import islice
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -61,19 +61,12 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none():
     assert (state["epoch"], state["position"]) == (1, 4)
 
 
-class Empty(list):
-    """A loader that promises two batches and gives none, as a sampler of the user's own may."""
-
-    batch_size = 4
-
-    def __len__(self):
-        return 2
-
-
 @pytest.mark.timeout(20)
 def test_loader_that_gives_nothing_ends_the_run_instead_of_a_loop():
+    """It promises two batches and gives none, as a sampler of the user's own may."""
+    empty = MagicMock(batch_size=4, **{"__len__.return_value": 2})
     with pytest.raises(ValueError, match="gives no batch"):
-        PromptSource(Empty(), total=8).take(1)
+        PromptSource(empty, total=8).take(1)
 
 
 def test_slots_of_a_resumed_epoch_are_those_that_are_left():

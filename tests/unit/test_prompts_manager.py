@@ -45,20 +45,15 @@ def test_overdue_sample_goes_to_whoever_asks(manager, output):
     ("policy", "overtake"),
     [(SchedulingPolicy.BOUNDED, None), (SchedulingPolicy.BOUNDED, 0), (SchedulingPolicy.SEED, None)],
 )
-def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, segment, policy, overtake):
+def test_interrupted_sample_resumes_before_a_new_prompt(manager, output, policy, overtake):
     """By the published key alone the carried group, of which nothing has finished, would wait until it is overdue."""
     m = manager(batch=1, n=2, overlap=1.0, max_staleness=4, policy=policy, overtake=overtake)
     begin(m)
     m.claim("w0")
     finish(m, output, "0/0#0", "0/0#1")
-    m.add("0/1#0", [segment(3)])
     end_round(m, ["0/1#0", "0/1#1"])
     begin(m)
-    first, second, *_ = m.claim("w0")
-    assert groups_of([first, second]) == ["0/1"] * 2
-    assert first.segments == () and first.order == 1, (
-        "its worker holds the conversation; the engine queues by the order"
-    )
+    assert groups_of(m.claim("w0"))[:2] == ["0/1"] * 2
 
 
 def test_sample_that_the_next_batch_needs_runs_first_beside_the_trainer(manager, output):

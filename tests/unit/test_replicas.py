@@ -39,32 +39,24 @@ def play(control, *verbs):
     return asyncio.run(run())
 
 
+ABORT, LATE = "abort_all_requests", r"vLLM replica a took more than 0\.1 s .*deadlines\.interrupt_s"
+
+
 @pytest.mark.parametrize(
-    ("names", "dead_with", "verbs", "error", "message"),
+    ("names", "answers", "verbs", "error", "message"),
     [
-        ("ab", RayActorError(), ("interrupt", "restart_dead"), InfraError, r"vLLM replica a is dead.*restarts=0"),
-        ("a", ENGINE_DEAD, ("interrupt",), InfraError, r"no vLLM replica is alive \(a\)"),
-        ("a", ValueError("no such request"), ("interrupt",), ValueError, "no such request"),
+        ("ab", {ABORT: RayActorError()}, ("interrupt", "restart_dead"), InfraError, "replica a is dead.*restarts=0"),
+        ("a", {ABORT: ENGINE_DEAD}, ("interrupt",), InfraError, r"no vLLM replica is alive \(a\)"),
+        ("a", {ABORT: ValueError("no such request")}, ("interrupt",), ValueError, "no such request"),
+        ("a", {"hold_generation": hangs}, ("hold",), TimeoutError, f"holding {LATE}"),
+        ("a", {"check_alive": OUT_OF_REACH}, ("restart_dead",), TimeoutError, f"checking the health of {LATE}"),
     ],
-    ids=["died once too often", "the last one dies", "an error of a living one"],
+    ids=["died once too often", "the last one dies", "an error of a living one", "late", "out of reach"],
 )
-def test_death_that_cannot_be_survived_ends_the_wait_by_name(names, dead_with, verbs, error, message):
-    first, *others = map(replica, names)
-    first.abort_all_requests.side_effect = dead_with
+def test_replica_without_which_a_run_cannot_go_on_ends_the_wait_by_name(names, answers, verbs, error, message):
+    first, *others = names
     with pytest.raises(error, match=message):
-        play(ServerControl([first, *others], 5.0, restarts=0), *verbs)
-
-
-@pytest.mark.parametrize(
-    ("asked", "verb", "what"),
-    [
-        ({"hold_generation": hangs}, "hold", "holding vLLM replica a"),
-        ({"check_alive": OUT_OF_REACH}, "restart_dead", "checking the health of vLLM replica a"),
-    ],
-)
-def test_replica_that_does_not_answer_ends_the_wait_by_name(asked, verb, what):
-    with pytest.raises(TimeoutError, match=rf"{what} took more than 0\.1 s .*deadlines\.interrupt_s"):
-        play(ServerControl([replica(**asked)], 0.1), verb)
+        play(ServerControl([replica(first, **answers), *map(replica, others)], 0.1), *verbs)
 
 
 def test_replica_that_does_not_answer_hides_no_other():

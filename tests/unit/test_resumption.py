@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,10 +115,13 @@ CHANGES = [
 KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
 
 
-def test_key_that_differs_from_the_checkpoints_is_refused(start, tmp_path):
+def test_key_that_differs_from_the_checkpoints_is_refused(start, inputs, tmp_path):
     start(*KEEPS, save=2)
     before = listing(tmp_path / "run", "run.lock")
-    for change, message in CHANGES:
+    other, moved = (shutil.copytree(inputs.model, tmp_path / name) for name in ("other", "moved/model"))
+    key = "actor_rollout_ref.model.path"
+    changes = [*CHANGES, (f"{key}={other}", f"{key}=other: must be model, as in")]
+    for change, message in changes:
         with pytest.raises(ConfigError, match=rf"^{message}[^\n]*global_step_2[^\n]*resume_mode=disable[^\n]*$"):
             start(*KEEPS, change, *[BATCH_OF_8] * ("batch" in change))
         assert listing(tmp_path / "run", "run.lock") == before, change
@@ -125,8 +129,8 @@ def test_key_that_differs_from_the_checkpoints_is_refused(start, tmp_path):
     with pytest.raises(ConfigError, match=r"^partial_rollout.max_staleness=0: must be at least 2, as in"):
         start("partial_rollout.overlap=0", "partial_rollout.max_staleness=0")
     longer = "data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=3000"
-    assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9"))
-    over = start(*KEEPS, *[change for change, _ in CHANGES], BATCH_OF_8, "trainer.resume_mode=disable")
+    assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9", f"{key}={moved}"))
+    over = start(*KEEPS, *[change for change, _ in changes], BATCH_OF_8, "trainer.resume_mode=disable")
     assert over.files.checkpoints.resumed_step == 0, "it starts over"
 
 
@@ -142,15 +146,6 @@ def test_changed_rows_are_refused_with_both_counts_and_moved_ones_are_not(start,
     words = rf"^data.train_files={len(changed)} rows, hash \w+: must be 24 rows, hash \w+, as in [^\n]*global_step_2"
     with pytest.raises(ConfigError, match=words):
         start(arm=arm)
-
-
-def test_model_of_another_name_is_refused_and_a_moved_one_is_not(start, inputs, tmp_path):
-    start(save=2)
-    moved = shutil.copytree(inputs.model, tmp_path / "moved" / "model")
-    assert goes_on(start(f"actor_rollout_ref.model.path={moved}"))
-    other = shutil.copytree(inputs.model, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.path=other: must be model, as in .*global_step_2"):
-        start(f"actor_rollout_ref.model.path={other}")
 
 
 def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
@@ -209,11 +204,7 @@ def test_check_counts_the_steps_left_and_a_finished_run_starts_nothing(
     assert start(steps, checks=True) == 0
     assert f"ok    steps           {said if last > 6 else over}\n" in capsys.readouterr().out
     runner = start(steps)
-
-    def it_starts(config):
-        raise RuntimeError("it starts")
-
-    monkeypatch.setattr(task_runner, "start_ray", it_starts)
+    monkeypatch.setattr(task_runner, "start_ray", Mock(side_effect=RuntimeError("it starts")))
     # Of a run that was killed before it noted its end.
     for log, starts in ((None, False), (ENDED, False), (ENDED.replace("true", "false"), True)):
         if log:
@@ -259,9 +250,6 @@ def test_start_whose_checkpoints_change_before_it_has_the_lock_is_refused(tmp_pa
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_file_system_without_locks_takes_a_run_all_the_same(tmp_path, monkeypatch, number):
-    def flock(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
     with locked(tmp_path):
         assert (tmp_path / "run.lock").exists()

@@ -80,9 +80,8 @@ def test_training_of_more_steps_than_its_data_has_ends_with_the_data(resolved_co
     TrainerRun._offer(trainer, range(3))
     # verl's fit validates and saves in it.
     assert trainer.total_training_steps == trainer.steps.last == 6
-    assert (
-        "the training will end after step 6 of trainer.total_training_steps=9: the data has" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "the training will end after step 6 of trainer.total_training_steps=9: the data has" in said
     # The workers make their schedules of these.
     for part in (config.actor_rollout_ref.actor, config.critic):
         assert part.optim.total_training_steps == 6, "a decay ends with the training"

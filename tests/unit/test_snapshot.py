@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -20,7 +21,7 @@ from recipe.partial_rollout.checkpoint.manifest import (
     verify,
     write_snapshot,
 )
-from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
+from recipe.partial_rollout.checkpoint.run_checkpoints import TRACKER, RunCheckpoints
 from tests.unit.shared import damaged
 
 STATE = {
@@ -129,12 +130,9 @@ def test_payload_that_was_never_packed_gives_no_value(payload):
 
 
 def test_write_that_dies_leaves_the_snapshot_before_it(tmp_path, monkeypatch):
-    def power_cut(descriptor):
-        raise OSError("power cut")
-
     path = tmp_path / "manager.snapshot"
     write_snapshot(path, STATE)
-    monkeypatch.setattr("os.fsync", power_cut)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
         write_snapshot(path, {"other": 1})
     assert same(read_snapshot(path), STATE)
@@ -143,35 +141,30 @@ def test_write_that_dies_leaves_the_snapshot_before_it(tmp_path, monkeypatch):
 # -- checkpoint directories --------------------------------------------------------------------------------------------
 
 
-def checkpoint(run_dir, step, *, seal=True):
-    step_dir = run_dir / f"global_step_{step}"
-    manifest.begin(step_dir)
-    (step_dir / "actor").mkdir(exist_ok=True)
-    (step_dir / "actor" / "weights.pt").write_bytes(b"w" * 100)
-    for state in ("old", "new"):
-        write_snapshot(manifest.state_file(step_dir, "manager", state), {"step": step})
-    if seal:
-        facts = manifest.Manifest(step=step, run="a", run_dir="r", state="new", made_of={"rows": 3}, kept=[step])
-        manifest.seal(step_dir, facts)
-    return step_dir
+def checkpoint(run_dir, step):
+    checkpoints = started(run_dir)
+    saved(checkpoints, step)
+    return checkpoints.step_dir(step)
 
 
 def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
     whole = verify(step_dir)
-    assert (whole.step, whole.run, whole.made_of, whole.kept) == (4, "a", {"rows": 3}, [4])
-    assert whole.files.keys() == {"actor/weights.pt", "partial_rollout/manager-new.state"}
+    states = {f"partial_rollout/{part}-{whole.state}.state" for part in STATES}
+    assert whole.step == 4 and whole.files.keys() == {"actor/model.pt", "data.pt", *states}
     manifest.begin(step_dir)
-    for unsealed in (step_dir, checkpoint(tmp_path, 5, seal=False)):
-        with pytest.raises(TornCheckpointError, match="it has no manifest: the checkpoint was not finished"):
-            verify(unsealed)
+    manifest.state_file(step_dir, "manager", "of-an-earlier-seal").touch()
+    with pytest.raises(TornCheckpointError, match="it has no manifest: the checkpoint was not finished"):
+        verify(step_dir)
+    manifest.seal(step_dir, whole)
+    assert verify(step_dir) == whole
 
 
 def test_directory_of_another_trainer_step_or_version_is_foreign(tmp_path):
+    moved = checkpoint(tmp_path, 4).rename(tmp_path / "global_step_9")
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"it has no partial_rollout/.*trainer.default_local_dir"):
         verify(tmp_path / "global_step_3")
-    moved = checkpoint(tmp_path, 4).rename(tmp_path / "global_step_9")
     with pytest.raises(CheckpointError, match="its content is of step 4"):
         verify(moved)
     earlier = {"blake2b": "0", "format": 3, "step": 4, "life": "a", "facts": {}, "files": {}}
@@ -182,7 +175,8 @@ def test_directory_of_another_trainer_step_or_version_is_foreign(tmp_path):
 
 def test_file_that_is_missing_cut_off_or_changed_is_named(tmp_path):
     step_dir = checkpoint(tmp_path, 4)
-    for name in ("actor/weights.pt", "partial_rollout/manager-new.state"):
+    state = f"partial_rollout/manager-{verify(step_dir).state}.state"
+    for name in ("actor/model.pt", state):
         path, data = step_dir / name, (step_dir / name).read_bytes()
         path.write_bytes(data[:-1])
         with pytest.raises(TornCheckpointError, match=f"{name} has {len(data) - 1} bytes of {len(data)}"):
@@ -193,7 +187,7 @@ def test_file_that_is_missing_cut_off_or_changed_is_named(tmp_path):
         path.write_bytes(data)
     for each in damaged(data, flips=(0x01, 0x80, 0xFF)):
         path.write_bytes(each)
-        with pytest.raises(TornCheckpointError, match=r"partial_rollout/manager-new.state"):
+        with pytest.raises(TornCheckpointError, match=state):
             verify(step_dir)
 
 
@@ -212,7 +206,8 @@ def test_newest_whole_checkpoint_is_chosen_and_a_foreign_one_stops(tmp_path, mon
     assert RunCheckpoints(tmp_path / "missing").chosen is RunCheckpoints(tmp_path).chosen is None
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
-    checkpoint(tmp_path, 11, seal=False)
+    manifest.begin(checkpoint(tmp_path, 11))
+    (tmp_path / TRACKER).unlink()
     # Killed between its first two directories.
     (tmp_path / "global_step_12").mkdir()
     found = RunCheckpoints(tmp_path)

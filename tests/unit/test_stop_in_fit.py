@@ -9,7 +9,7 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import DEFAULT, MagicMock, Mock
 
 import pytest
 import torch
@@ -189,13 +189,8 @@ def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
         self.async_rollout_manager.generate_sequences(gen_batch)
         return {"val-core/reward": 1.0}
 
-    for name, fake in (
-        ("_compute_old_log_prob", log_probs),
-        ("_update_actor", update),
-        ("_validate", validate),
-    ):
+    for name, fake in {"_compute_old_log_prob": log_probs, "_update_actor": update, "_validate": validate}.items():
         monkeypatch.setattr(RayPPOTrainer, name, fake)
-
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
     def run(*overrides, stop_at=None):
@@ -303,12 +298,6 @@ def test_trackers_show_a_run_whose_last_save_fails_as_failed(life, monkeypatch):
     assert ended == [RuntimeError]
 
 
-def test_round_is_finished_once_after_the_update_of_its_step(life):
-    trainer = life(*VALIDATES, "trainer.save_freq=1")
-    step = ["finish", "a checkpoint", "validation"]
-    assert trainer.async_rollout_manager.asked == ["the next batch", *step] * STEPS
-
-
 ADAPTIVE = (
     "algorithm.use_kl_in_reward=True",
     "algorithm.kl_ctrl.type=adaptive",
@@ -376,10 +365,6 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def kill(*args, **kwargs):
-    raise Killed
-
-
 def steps_of(run_dir):
     return sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_*"))
 
@@ -389,9 +374,7 @@ SAVES = "trainer.save_freq=1"
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_kill_before_the_seal_leaves_the_older_checkpoints_whole(life, tmp_path, monkeypatch, kept):
-    def seal(step_dir, made, seal=run_checkpoints.seal):
-        return kill() if made.step == STEPS else seal(step_dir, made)
-
+    seal = Mock(wraps=run_checkpoints.seal, side_effect=[*[DEFAULT] * (STEPS - 1), Killed])
     monkeypatch.setattr(run_checkpoints, "seal", seal)
     with pytest.raises(Killed):
         life(f"trainer.max_actor_ckpt_to_keep={kept}", SAVES)
