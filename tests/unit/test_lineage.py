@@ -114,7 +114,7 @@ SCRIPTS = {
     "went back, killed before a save": (f"a8 b5:{BACK} c8", [0, 4, 4], "aaaacccc", "abb", [("a" * 8, [6, 8])]),
     "started over": (f"a8 b3:{OVER} c8", [0, 0, 2], "bbcccccc", "abb", [("a" * 8, [2, 4, 6, 8])]),
     "started over before its end": (f"a6 b3:{OVER} c8", [0, 0, 2], "bbcccccc", "abb", [("a" * 6, [2, 4, 6])]),
-    "returned": (f"a8 b7:{BACK} c7:{LEFT} d8", [0, 4, 6, 6], "a" * 6 + "dd", "abc", [("a" * 8, [6, 8]), BRANCH_OF_B]),
+    "returned": (f"a8 b7:{BACK} c7:{LEFT} d8", [0, 4, 6, 6], "a" * 6 + "dd", "abcd", [("a" * 8, [6, 8]), BRANCH_OF_B]),
     "finished": ("a8 b8", [0, 8], "a" * 8, "aa", []),
     # It has sealed none of its own, and takes the other run's history along.
     "from another run": (f"x4 b5:{ANOTHER} c8", [0, 4, 4], "oooocccc", "", [("xxxx", [2, 4])]),

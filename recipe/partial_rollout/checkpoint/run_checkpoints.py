@@ -207,13 +207,15 @@ class RunCheckpoints:
         # The tracker first: if this start is killed below, the next one follows its choice and moves the rest.
         self._track(reached)
         if continues and self.chosen is not None and self.resumed is not None:
+            # A link leads to a checkpoint that this run began from. It may have been moved aside in this directory.
+            own = not self.chosen.is_symlink()
             if superseded:
                 # A new tracker id: trackers ignore a step that they already have.
                 self.resumed = structs.replace(self.resumed, run=self.run)
                 write_manifest(self.chosen, self.resumed)
-            elif self.resumed.run_dir == str(self.run_dir.resolve()):
+            elif own and self.resumed.run_dir == str(self.run_dir.resolve()):
                 self.run = self.resumed.run
-            if self.chosen.absolute() == self.step_dir(step) and not self.chosen.is_symlink():
+            if own and self.chosen.absolute() == self.step_dir(step):
                 self._on_disk, self._kept = step, [*self.resumed.kept]
         set_aside(superseded, aside)
         if self.chosen is not None and not continues:
