@@ -304,11 +304,9 @@ def test_kl_penalty_of_every_row_counts_and_the_score_once(config):
     penalty = 0.1 * data.batch["response_mask"]
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - penalty
     found = advantages(data, keys, "rloo", config)
-    totals = scores - torch.zeros(4, dtype=torch.float64).index_add(
-        0, torch.from_numpy(owners), penalty.sum(1).double()
-    )
-    expected = (totals - (totals.sum() - totals) / 3)[torch.from_numpy(owners)]
-    assert torch.allclose(found.double(), expected[:, None] * data.batch["response_mask"], atol=1e-5)
+    totals = scores.index_add(0, torch.from_numpy(owners), penalty.sum(1).double(), alpha=-1)
+    expected = reference("rloo", totals, totals, torch.ones(4, 1))[owners] * data.batch["response_mask"]
+    assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 # -- ranks and updates ---------------------------------------------------------------------------------------------------
