@@ -39,8 +39,8 @@ def groups(output, *, count=2, n=2, lengths=(3, 5), reward=1.0):
     ]
 
 
-def assemble(taken, *, prompt_length=6, response_length=8):
-    return assemble_batch(taken, [f"slot{i}" for i in range(len(taken))], prompt_length, response_length, pad_id=0)
+def assemble(taken):
+    return assemble_batch(taken, [f"slot{i}" for i in range(len(taken))], 6, 8, pad_id=0)
 
 
 def test_prompts_are_padded_left_and_responses_right(output):

@@ -6,6 +6,7 @@
 import asyncio
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
-from tests.unit.loop_life import PROMPT, Life, ask, function, output_of, play
+from tests.unit.loop_life import PROMPT, Engine, Life, ask, function, output_of, play
 
 SEPARATOR, CUT = 1, -1
 """``(CUT, number)`` in a conversation: here it has been rewritten, into a prompt with this number"""
@@ -53,7 +54,7 @@ def deeper(parts):
         st.builds(Step, st.just("wait for"), parts=one, ms=st.sampled_from([1, 8, 30])),
         st.builds(Step, st.sampled_from(["semaphore", "leave", "suppress"]), parts=one),
         st.builds(Step, st.just("branch"), parts=several, keep=st.integers(0, 3)),
-        st.builds(Step, st.just("thread"), parts=st.lists(calls, min_size=1, max_size=2).map(tuple)),
+        st.builds(Step, st.just("thread"), parts=st.lists(calls | waits, min_size=1, max_size=2).map(tuple)),
     )
 
 
@@ -180,6 +181,7 @@ setattr(Loops, "raise", always)
 
 
 async def pay(ms, at):
+    assert threading.current_thread() is threading.main_thread(), "not that of a loop's own"
     await asyncio.sleep(ms / 1000)
     return "paid"
 
@@ -229,7 +231,7 @@ def test_sample_of_any_loop_is_trained_on_the_engines_tokens_or_masked(drawn):
 
     def life():
         settings = {"slots": drawn["slots"], "scheduling": drawn["scheduling"], "functions": [function("pay", pay)]}
-        return Life(Loops(drawn), rows, tick=0.0005, release_after_s=0.004, **settings)
+        return Life(Loops(drawn), rows, engine=Engine(tick_s=0.0005), release_after_s=0.004, **settings)
 
     with tempfile.TemporaryDirectory() as folder:
         play(life, lambda life: story(life, drawn, folder))
