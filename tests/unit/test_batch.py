@@ -122,23 +122,6 @@ def test_masked_sample_trains_no_token_and_has_no_reward(output):
     assert longer["responses"].tolist() == list(range(5, 13)) and longer["attention_mask"].sum() == 4 + 8
 
 
-@pytest.mark.parametrize(
-    ("infos", "columns"),
-    [
-        ([{"pred": 12}, {"pred": None}], {"pred": [12, None]}),
-        ([{"acc": 1.0}, {"acc": 0.0, "limit": "cpu"}], {"acc": [1.0, 0.0], "limit": [None, "cpu"]}),
-        ([{}, {"x": [1, 2]}], {"x": [None, [1, 2]]}),
-        ([{"acc": True}, {"acc": np.float32(0.5)}], {"acc": [1.0, 0.5]}),
-        ([{"temperature": 1.0}, {"temperature": 0.5}], {"reward_temperature": [1.0, 0.5]}),
-    ],
-)
-def test_rewards_may_say_different_things_of_different_samples(output, infos, columns):
-    (group,) = groups(output, count=1)
-    data = assemble([replace(group, outputs=tuple(output(4, info=info) for info in infos))])
-    assert data.meta_info["reward_extra_keys"] == list(columns)
-    assert {key: data.non_tensor_batch[key].tolist() for key in columns} == columns
-
-
 def test_samples_of_a_prompt_share_nothing_that_a_reward_could_write(output):
     data = assemble(groups(output))
     data.non_tensor_batch["reward_model"][0]["num_turns"] = 7

@@ -9,16 +9,14 @@ import contextvars
 import copy
 import sys
 import threading
-from types import SimpleNamespace
 
 import anyio
 import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
@@ -267,39 +265,15 @@ def test_loop_that_catches_its_cancellation_ends_by_its_timeout(monkeypatch):
     assert output.masked and "sample_timeout_s" in output.extra_fields["sample_error"]
 
 
-TOKENIZER = byte_tokenizer(CHATML, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
-QUESTION = {"role": "user", "content": "1+2=_"}
-
-
-class WithSystemPrompt(AgentLoopBase):
-    """Adds to the row's prompt, as docs/own_job.md shows it."""
-
-    async def run(self, sampling_params, *, raw_prompt, **row):
-        system = {"role": "system", "content": "1+2*3" * row.get("repeats", 0)}
-        prompt = await self.ct_build_initial_tokens([system, *raw_prompt])
-        answer = await self.server_manager.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
-        return output_with(answer, prompt)
-
-
 @pytest.mark.parametrize("limit", [40, 2000])
-@pytest.mark.parametrize(
-    ("kind", "tools", "row"),
-    [
-        (SingleTurnAgentLoop, 0, {"raw_prompt": [QUESTION] * 3}),
-        (WithSystemPrompt, 0, {"raw_prompt": [QUESTION], "repeats": 12}),
-        (ToolAgentLoop, 3, {"raw_prompt": [QUESTION]}),
-    ],
-)
-def test_prompt_that_verl_would_cut_fails_its_sample_with_key_and_tokens(kind, tools, row, limit):
-    """The row alone fits: a loop adds a system prompt, or its template the tools."""
-    turns = {"max_user_turns": 1, "max_assistant_turns": 1, "max_parallel_calls": 1, "max_tool_response_length": 9}
-    multi_turn = SimpleNamespace(format="hermes", tool_response_truncate_side="left", **turns)
-    config = config_of(64, limit, multi_turn=multi_turn, full_determinism=False)
+def test_prompt_that_verl_would_cut_fails_its_sample_with_key_and_tokens(limit):
+    config = config_of(64, limit)
+    tokenizer = byte_tokenizer(CHATML, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
 
-    async def loop(client, _, params):
-        given = ToolListWrap([function(f"add{i}", sum) for i in range(tools)])
-        parts = DictConfigWrap(config), client, TOKENIZER, None, RLHFDataset, DictConfigWrap({})
-        return await kind(*parts, hf_model_type="qwen3", tools=given).run({**params, "max_tokens": 4}, **row)
+    async def loop(client, row, params):
+        parts = DictConfigWrap(config), client, tokenizer, None, RLHFDataset, DictConfigWrap({})
+        agent = SingleTurnAgentLoop(*parts, hf_model_type="qwen3", tools=ToolListWrap([]))
+        return await agent.run({**params, "max_tokens": 4}, raw_prompt=[{"role": "user", "content": "1+2=_"}] * 3)
 
     (output,) = play(lambda: Life(loop, [{}], config=config))
     said = output.extra_fields.get("sample_error", "")
@@ -382,38 +356,3 @@ def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
     finally:
         release.set()
     assert not output.masked, output.extra_fields
-
-
-# -- lives of a sample -------------------------------------------------------------------------------------------------
-
-
-def test_conversation_of_a_run_resumed_three_times_trains_within_the_bound(tmp_path):
-    """A checkpoint has its group's birth and none of its tokens; the round waits for a group at its bound."""
-    begun = []
-
-    async def converses(client, row, params):
-        begun.append(1)
-        first = (await ask(client, params, 5)).token_ids
-        second = (await ask(client, params, 40, [*PROMPT, *first, 1])).token_ids
-        return output_of(PROMPT, [*first, 1, *second], [1] * 5 + [0] + [1] * 40)
-
-    async def either(client, row, params):
-        return await (converses(client, row, params) if row["converses"] else plain(client, row, params, 10))
-
-    async def story(life):
-        for resumed in range(3):
-            while len(begun) <= resumed:
-                await asyncio.sleep(0.001)
-            await life.stop_round()
-            await life.resume(tmp_path / str(resumed))
-            await life.next_round()
-        await life.train()
-        return life, {uid: step for step, uids in enumerate(life.steps) for uid in uids}
-
-    rows = [{"converses": i == 0} for i in range(6)]
-    life, trained_at = play(lambda: Life(either, rows, max_staleness=3, overlap=3.0), story)
-    (output,) = life.outputs["0/0"]
-    assert trained_at["0/0"] == 3, "in the version at its bound"
-    # A sample that was stopped in its first turn keeps that turn's tokens.
-    assert len(begun) == 4 and set(output.generated[5:].tolist()) == {3} and output.staleness(3) <= 3
-    assert 0 < life.figures()["failures/lost_tokens_total"] <= 3 * 45

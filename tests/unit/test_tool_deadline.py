@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
@@ -15,22 +14,18 @@ from tests.unit.loop_life import function
 from tests.unit.shared import hangs, tool_schema
 
 
-def run(tool, story, timeout_s=None):
-    """What ``story(tool)`` returns within a sample's clock, and the errors that were noted."""
+def run(tool, timeout_s):
+    """What verl's agent loop makes of one call of ``tool`` within a sample's clock, and the errors that were noted."""
     noted = []
 
     async def main():
         clock = SampleClock("sample 0/0#0")
         (ours,) = timed([tool], clock, timeout_s, noted.append)
-        return await clock.run(story(ours))
+        how = {"max_tool_response_length": 100, "tool_response_truncate_side": "left"}
+        loop = SimpleNamespace(tools={tool.name: ours}, **how)
+        return await clock.run(ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments="{}"), {}, None))
 
     return asyncio.run(main()), noted
-
-
-def in_verls_loop(tool):
-    """What verl's agent loop makes of one call of ``tool``."""
-    loop = SimpleNamespace(tools={tool.name: tool}, max_tool_response_length=100, tool_response_truncate_side="left")
-    return ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments="{}"), {}, None)
 
 
 @pytest.mark.parametrize("where", ["coroutine", "thread", "create", "execute", "release"])
@@ -40,27 +35,12 @@ def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
     if where not in functions:
         setattr(tool, where, hangs)
     with pytest.raises(TimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s: .*tool_timeout_s"):
-        run(tool, in_verls_loop, 0.1)
+        run(tool, 0.1)
 
 
 def test_tools_own_timeout_is_its_answer_and_is_noted():
     async def times_out():
         raise TimeoutError("the sandbox is gone")
 
-    (response, _, _), noted = run(function("add", times_out), in_verls_loop, 5.0)
+    (response, _, _), noted = run(function("add", times_out), 5.0)
     assert "the sandbox is gone" in response.text and [str(error) for error in noted] == ["the sandbox is gone"]
-
-
-def test_call_in_a_thread_has_the_context_and_the_error_of_its_own():
-    user = ContextVar("user")
-
-    def add():
-        raise LookupError(user.get())
-
-    async def called(tool):
-        user.set("ada")
-        with pytest.raises(LookupError, match="ada"):
-            await tool.call({})
-
-    _, noted = run(function("add", add), called)
-    assert len(noted) == 1
