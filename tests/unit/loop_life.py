@@ -214,9 +214,9 @@ class Life:
         settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "parked_s": stall_s, **limits})
         self.build = lambda: ManagerActor(settings, InProcess())
         self.actor, self.engine = self.build(), engine or Engine()
-        self.version, self.lives, self.open = 0, 0, False
+        self.lives, self.open = 0, False
         self.worker, self.replacing = None, asyncio.Lock()
-        self.outputs, self.steps = {}, []
+        self.outputs = {}
 
     async def resume(self, path):
         """The run is killed after a checkpoint, and resumed from it."""
@@ -277,7 +277,6 @@ class Life:
         assert not self.worker._claims._running, "no call of a loop that awaits it runs"
         # The engine alone ends the requests of calls that were given up, and of workers that died.
         await self.within(self.engine.quiet(), timeout_s)
-        self.steps.append([group.uid for group in batch.groups])
         await self.actor.finish_step()
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
@@ -302,10 +301,9 @@ class Life:
         return work.result()
 
     async def next_round(self):
-        self.version += 1
-        self.engine.version = self.version
+        self.engine.version += 1
         self.engine.aborting.clear()
-        await self.actor.begin_version(self.version, [], False)
+        await self.actor.begin_version(self.engine.version, [], False)
         self.open_round()
 
     async def train(self, timeout_s=20, *, update_s=0.0):

@@ -163,7 +163,6 @@ async def leaves_what_cannot_be_sent(client, row, params):
     ("loop", "said"),
     [
         (in_child(KeyError("city")), "KeyError: 'city'"),
-        (in_child(SystemExit(2)), "SystemExit: 2"),
         (in_child(asyncio.CancelledError()), "CancelledError"),
         (in_child(KeyboardInterrupt()), "KeyboardInterrupt"),
         (in_child(Stops("a")), "Stops: a"),
@@ -190,7 +189,6 @@ OWN = [1] * 5 + [0]
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda ids: [output_of(PROMPT, ids)] * 2, None),
         (lambda ids: [output_of(PROMPT, ids), None], "returned a list of NoneType: it must return an AgentLoopOutput"),
         (lambda ids: [], "returned an empty list"),
         (lambda ids: [output_of([7] * 17, ids), output_of(PROMPT, ids)], "a prompt of 17 tokens"),
@@ -203,16 +201,10 @@ OWN = [1] * 5 + [0]
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 2]), "a mask with 2, which is neither 0 nor 1"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, 256]), "a mask with 256"),
         (lambda ids: output_of(PROMPT, ids, [1, 1, 1, 1, -1]), "a mask with -1"),
-        (lambda ids: output_of(PROMPT, [*ids, 2], OWN), None),
-        (lambda ids: output_of(PROMPT, ids[:2]), None),
         (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
         (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": None, "videos": []}), None),
-        (
-            lambda ids: output_of(PROMPT, ids, multi_modal_data={"videos": ["a"]}),
-            "shows videos: partial rollout trains",
-        ),
+        (lambda ids: output_of(PROMPT, ids, multi_modal_data={"videos": ["a"]}), "shows videos: partial rollout"),
         (lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}), "TypeError: int()"),
-        (lambda ids: output_of(PROMPT, []), None),
     ],
 )
 def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said):
