@@ -67,19 +67,6 @@ def output_with(answer, prompt=PROMPT):
     return output_of(prompt, answer.token_ids, response_logprobs=answer.log_probs)
 
 
-def fails_once(score=lambda output: 1.0):
-    """Scores a sample with ``score``; the first call fails."""
-    failed = []
-
-    async def scored(output, row):
-        if not failed:
-            failed.append(output)
-            raise ConnectionError("the reward's service is away")
-        output.reward_score = score(output)
-
-    return scored
-
-
 def function(name, call):
     """verl's tool of ``call``."""
     is_async = asyncio.iscoroutinefunction(call)
