@@ -21,7 +21,7 @@ from verl.trainer.ppo.reward import extract_reward
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
-from recipe.partial_rollout.training.reward_info import spread_infos
+from recipe.partial_rollout.training.reward_info import objects, spread_infos
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
@@ -86,10 +86,8 @@ def rows(*lengths, **columns):
         "reward_model": [{"ground_truth": i} for i in range(len(lengths))],
         **columns,
     }
-    arrays = {key: np.empty(len(lengths), dtype=object) for key in fields}
-    for key, values in fields.items():
-        arrays[key][:] = values
-    return DataProto(TensorDict({"dummy": torch.zeros(len(lengths), 1)}, len(lengths)), arrays)
+    columns = {key: objects(values) for key, values in fields.items()}
+    return DataProto(TensorDict({"dummy": torch.zeros(len(lengths), 1)}, len(lengths)), columns)
 
 
 def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options):

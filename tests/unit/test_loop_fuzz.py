@@ -40,7 +40,8 @@ class Step:
 
 calls = st.builds(Step, st.just("generate"), tokens=st.integers(1, 12))
 waits = st.builds(Step, st.sampled_from(["sleep", "tool"]), ms=st.sampled_from([0, 1, 5, 20]))
-raises = st.builds(Step, st.sampled_from(["raise once", "raise", "exit", "cancel"]))
+ERRORS = {"raise": ValueError, "raise once": ValueError, "exit": SystemExit, "cancel": asyncio.CancelledError}
+raises = st.builds(Step, st.sampled_from([*ERRORS]))
 rewrites = st.builds(Step, st.just("rewrite"), keep=st.integers(0, 3))
 leaves = st.one_of(calls, calls, calls, waits, waits, rewrites, raises)
 
@@ -118,6 +119,12 @@ class Loops:
         if step.kind == "thread":
             work = asyncio.run, self.step(Step("sequence", parts=step.parts), run, before)
             return await run.home.run_in_executor(None, *work)
+        if step.kind in ERRORS:
+            key = run.row["number"], step
+            if step.kind == "raise once" and key in self.raised:
+                return []
+            self.raised.add(key)
+            raise ERRORS[step.kind]("drawn")
         return await getattr(self, step.kind.replace(" ", "_"))(step, run, before)
 
     async def rewrite(self, step, run, before):
@@ -160,25 +167,6 @@ class Loops:
         await asyncio.sleep(0)
         return []
 
-    async def raise_once(self, step, run, before):
-        if (key := (run.row["number"], step)) not in self.raised:
-            self.raised.add(key)
-            raise ValueError("once")
-        return []
-
-    async def cancel(self, step, run, before):
-        raise asyncio.CancelledError
-
-    async def exit(self, step, run, before):
-        raise SystemExit(2)
-
-
-async def always(self, step, run, before):
-    raise ValueError("always")
-
-
-setattr(Loops, "raise", always)
-
 
 async def pay(ms, at):
     assert threading.current_thread() is threading.main_thread(), "not that of a loop's own"
@@ -187,10 +175,7 @@ async def pay(ms, at):
 
 
 def may_fail(loop):
-    kinds = [step.kind for step in loop.steps]
-    return (
-        bool({"raise", "raise once", "exit", "cancel"} & set(kinds)) or sum(step.tokens + 2 for step in loop.steps) > 60
-    )
+    return any(step.kind in ERRORS for step in loop.steps) or sum(step.tokens + 2 for step in loop.steps) > 60
 
 
 async def story(life, drawn, folder):
