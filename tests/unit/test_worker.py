@@ -85,7 +85,7 @@ async def test_output_that_no_checkpoint_can_hold_fails_its_sample(save_freq):
 
 
 async def test_interrupted_sample_may_wait_and_decode_longer_than_its_timeout():
-    async with training([[5], [240]], sample_timeout_s=0.3) as one:
+    async with training([[5], [240]], sample_timeout_s=0.3, release_after_s=0.2) as one:
         await one.stop_round()
         await asyncio.sleep(0.4)
         await one.next_round()
