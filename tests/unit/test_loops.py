@@ -39,6 +39,12 @@ from tests.unit.test_tool_recipes import CHATML
 # -- sound ---------------------------------------------------------------------------------------------------------------
 
 
+async def ends_while_a_call_waits_for_the_trainer(client, row, params):
+    answer = await ask(client, params, 4)
+    await asyncio.wait([asyncio.ensure_future(ask(client, params, 60))], timeout=0.1)
+    return output_with(answer)
+
+
 async def anyio_groups(client, row, params):
     answers = []
 
@@ -105,8 +111,8 @@ async def asks_with_prompts_of_any_kind(client, row, params):
 
 
 SOUND = [
-    anyio_groups, generator_that_nobody_closes, context_of_its_own, copied, cancelled_by_itself, greedy_judge,
-    asks_for_no_log_probs, asks_with_prompts_of_any_kind,
+    ends_while_a_call_waits_for_the_trainer, anyio_groups, generator_that_nobody_closes, context_of_its_own, copied,
+    cancelled_by_itself, greedy_judge, asks_for_no_log_probs, asks_with_prompts_of_any_kind,
 ]  # fmt: skip
 COMPARED = config_of(correction="decoupled")
 
