@@ -73,24 +73,29 @@ def function(name, call):
     return FunctionTool(name=name, fn=call, tool_schema=tool_schema(name), is_async=is_async)
 
 
-class Engine:
-    """Makes a token a tick, up to ``max_tokens`` or ``eos``, until it is aborted. Equal questions get different answers.
+def any_token(context, number):
+    return 100 + (sum(context) + number) % 50
 
-    ``repeats``: they get the same answer. ``cut_after``: tokens after which each request is aborted by itself.
-    ``answers``: these outputs and errors in turn, and nothing of the above.
+
+class Engine:
+    """Makes a token a tick, up to ``max_tokens`` or one of ``ends``, until it is aborted.
+
+    ``token(context, number)``: what follows the context in the request of this number. ``cut_after``: tokens after which
+    each request is aborted by itself. ``answers``: these outputs and errors in turn, and nothing of the above.
     """
 
-    repeats, cut_after, eos, answers = False, None, None, ()
+    answers = ()
 
-    def __init__(self, tick=0.001):
-        self.tick, self.version, self.running, self.asked = tick, 0, 0, []
+    def __init__(self, token=any_token, *, ends=(), cut_after=None, tick_s=0.001):
+        self.token, self.ends, self.cut_after, self.tick_s = token, ends, cut_after, tick_s
+        self.version, self.running, self.asked = 0, 0, []
         self.most = self.decoded = 0
         self.aborting = asyncio.Event()
         self.made = {}
         """versions that made a token after a context"""
 
-    def token(self, context, nonce):
-        return 100 + (sum(context) + nonce) % 50
+    async def tick(self, context):
+        await asyncio.sleep(self.tick_s)
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **options):
         context, ids, log_probs = list(prompt_ids), [], []
@@ -100,16 +105,15 @@ class Engine:
             if isinstance(answer, Exception):
                 raise answer
             return answer
-        nonce, version = 0 if self.repeats else len(self.asked), self.version
-        most = min(sampling_params["max_tokens"], self.cut_after or sampling_params["max_tokens"])
+        number, version, budget = len(self.asked), self.version, sampling_params["max_tokens"]
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            while len(ids) < most and not self.aborting.is_set() and (not ids or ids[-1] != self.eos):
-                await asyncio.sleep(self.tick)
+            while not (whole := len(ids) >= budget or (ids and ids[-1] in self.ends)) and len(ids) != self.cut_after:
+                await self.tick(context)
                 if self.aborting.is_set():
                     break
-                token = self.token(context, nonce)
+                token = self.token(context, number)
                 self.made.setdefault((digest(context), token), set()).add(version)
                 ids.append(token)
                 self.decoded += 1
@@ -117,7 +121,6 @@ class Engine:
                 context.append(token)
         finally:
             self.running -= 1
-        whole = len(ids) >= sampling_params["max_tokens"] or (ids and ids[-1] == self.eos)
         stop = "completed" if whole else "aborted"
         # As verl's server.
         log_probs = log_probs if sampling_params.get("logprobs") else None
@@ -126,7 +129,7 @@ class Engine:
     async def quiet(self):
         """Return once no request runs."""
         while self.running:
-            await asyncio.sleep(self.tick)
+            await asyncio.sleep(self.tick_s)
 
 
 def digest(context):
@@ -187,8 +190,8 @@ class Life:
 
     def __init__(
         self, loop, rows, *, batch=1, n=1, slots=16, score=None, release_after_s=0.01, sample_timeout_s=None,
-        scheduling=Scheduling(), stall_s=10.0, config=None, tick=0.001, functions=(), save_freq=-1,  # noqa: B008 - frozen
-        engine=None, use_v1=True, **limits,
+        scheduling=Scheduling(), stall_s=10.0, config=None, functions=(), save_freq=-1, engine=None,  # noqa: B008
+        use_v1=True, **limits,
     ):  # fmt: skip
         self.loop, self.rows, self.batch, self.n, self.slots, self.score = loop, rows, batch, n, slots, score
         self.use_v1 = use_v1
@@ -197,10 +200,10 @@ class Life:
         sizes = {"overlap": (len(rows) - batch) / batch, "max_staleness": 99, "scheduling": scheduling}
         settings = settings_of(batch, n, stall_s=stall_s, **{**sizes, "failures": RETRY, "parked_s": stall_s, **limits})
         self.build = lambda: ManagerActor(settings, InProcess())
-        self.actor, self.engine = self.build(), engine or Engine(tick)
-        self.version, self.lives, self.open = 0, 0, False
+        self.actor, self.engine = self.build(), engine or Engine()
+        self.lives, self.open = 0, False
         self.worker, self.replacing = None, asyncio.Lock()
-        self.outputs, self.steps = {}, []
+        self.outputs = {}
 
     async def resume(self, path):
         """The run is killed after a checkpoint, and resumed from it."""
@@ -261,7 +264,6 @@ class Life:
         assert not self.worker._claims._running, "no call of a loop that awaits it runs"
         # The engine alone ends the requests of calls that were given up, and of workers that died.
         await self.within(self.engine.quiet(), timeout_s)
-        self.steps.append([group.uid for group in batch.groups])
         await self.actor.finish_step()
         for group in batch.groups:
             self.outputs[group.uid] = group.outputs
@@ -286,10 +288,9 @@ class Life:
         return work.result()
 
     async def next_round(self):
-        self.version += 1
-        self.engine.version = self.version
+        self.engine.version += 1
         self.engine.aborting.clear()
-        await self.actor.begin_version(self.version, [], False)
+        await self.actor.begin_version(self.engine.version, [], False)
         self.open_round()
 
     async def train(self, timeout_s=20, *, update_s=0.0):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -14,39 +14,32 @@ from recipe.partial_rollout.tasks.calculator.conversation import call, evaluate
 from recipe.partial_rollout.tasks.calculator.tokenizer import build_tokenizer
 from recipe.partial_rollout.tasks.chat_endpoint import ChatEndpoint
 from tests.unit.loop_life import Engine, Life, config_of, play
+from tests.unit.shared import tool_schema
 
 TOKENIZER = build_tokenizer()
 BUILDER = create_continuous_token_builder(TOKENIZER, hf_model_type="qwen3")
 ASSISTANT, EOS = TOKENIZER.convert_tokens_to_ids("assistant"), TOKENIZER.eos_token_id
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-CALCULATOR = {"name": "calculator", "description": "Calculates.", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": CALCULATOR}]
+TOOLS = [tool_schema("calculator").model_dump(exclude_none=True)]
 ROOM = 160
 
 
-class Guesser(Engine):
+def guess(context, number):
     """Calls the calculator twice, then answers; what it asks depends on all that has been said."""
-
-    eos = EOS
-
-    def token(self, context, nonce):
-        begins = len(context) - 1 - context[::-1].index(ASSISTANT) + 2
-        a, b = (sum(context[:begins]) + nonce) % 10, begins % 10
-        text = call(f"{a}+{b}") if context.count(ASSISTANT) < 3 else f"!{a}{b}"
-        return [*TOKENIZER.encode(text), EOS][len(context) - begins]
+    begins = len(context) - 1 - context[::-1].index(ASSISTANT) + 2
+    a, b = (sum(context[:begins]) + number) % 10, begins % 10
+    text = call(f"{a}+{b}") if context.count(ASSISTANT) < 3 else f"!{a}{b}"
+    return [*TOKENIZER.encode(text), EOS][len(context) - begins]
 
 
-class Agent(AgentLoopBase):
-    """An agent loop with a chat endpoint; ``run`` is the agent's."""
-
-    def __init__(self, server_manager):
-        self.server_manager, self.tokenizer, self.continuous_token_builder = server_manager, TOKENIZER, BUILDER
-        multi_turn = SimpleNamespace(format="hermes")
-        self.rollout_config = SimpleNamespace(response_length=ROOM, prompt_length=64, multi_turn=multi_turn)
-        self.loop = asyncio.get_running_loop()
-
-    async def run(self, sampling_params, **row):
-        raise NotImplementedError
+def agent_of(kind, server_manager):
+    """An agent loop of this ``kind``, without verl's set-up."""
+    made = object.__new__(kind)
+    made.server_manager, made.tokenizer, made.continuous_token_builder = server_manager, TOKENIZER, BUILDER
+    made.rollout_config = SimpleNamespace(
+        response_length=ROOM, prompt_length=64, multi_turn=SimpleNamespace(format="hermes")
+    )
+    made.loop = asyncio.get_running_loop()
+    return made
 
 
 def question(number=0):
@@ -74,15 +67,19 @@ def asking(client, **request):
     return lambda **more: client.chat.completions.create(model="policy", **{"tools": TOOLS, **request, **more})
 
 
-def trained(agent, rows=False, **settings):
-    """The output of ``agent(chat, client)``, or ``rows``, cut after every token, whose first reward fails, and its life."""
-    failed = []
+def trained(agent, **settings):
+    """What ``agent(chat, client)`` returns, else the last conversation, cut after every token; and its life.
+
+    The first reward fails.
+    """
 
     async def loop(server, row, params):
         output = None
-        async with ChatEndpoint(Agent(server), params) as chat, client_of(chat.url) as client:
+        async with ChatEndpoint(agent_of(SingleTurnAgentLoop, server), params) as chat, client_of(chat.url) as client:
             output = await agent(chat, client)
-        return output or (chat.outputs() if rows else chat.output())
+        return output or chat.output()
+
+    failed = []
 
     async def score(output, row):
         if not failed:
@@ -94,10 +91,8 @@ def trained(agent, rows=False, **settings):
         (output,) = await life.train()
         return output, life
 
-    engine = Guesser()
-    engine.cut_after = 1
-    config = config_of(ROOM, 64)
-    return play(lambda: Life(loop, [{}], config=config, engine=engine, score=score, **settings), story)
+    settings = {"config": config_of(ROOM, 64), "engine": Engine(guess, ends=[EOS], cut_after=1), **settings}
+    return play(lambda: Life(loop, [{}], score=score, **settings), story)
 
 
 def words(output):
@@ -189,8 +184,9 @@ def test_history_that_a_client_rewrites_opens_another_row():
         summary = {"role": "user", "content": f"so far {messages[-1]['content']}"}
         await converse(asking(client), [question(), messages[1], summary])
         await converse(asking(client), [summary])
+        return chat.outputs()
 
-    output, life = trained(agent, rows=True)
+    output, life = trained(agent)
     said = [words(row)[0] for row in output.rows]
     assert not output.masked and len(said) == 3 and all(each.count("<|im_end|>") >= 2 for each in said)
     # The second goes on from the first answer of the first, which trains once.
@@ -206,8 +202,9 @@ def test_answer_that_its_client_has_asked_for_again_counts_once():
         await converse(asking(client), [question()])
         for number in (1, 1):
             await asking(client, tools=None)(messages=[question(number)])
+        return chat.outputs()
 
-    output, life = trained(agent, rows=True)
+    output, life = trained(agent)
     assert not output.masked and len(output.rows) == 2
     assert sum(int(row.response_mask.sum()) for row in output.rows) < life.engine.decoded
     assert TOKENIZER.decode(output.rows[1].prompt_ids).startswith("<|im_start|>user\n1?2=_")

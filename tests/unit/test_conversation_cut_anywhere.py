@@ -10,7 +10,6 @@ import json
 
 import pytest
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.workers.rollout.replica import TokenOutput
 
 from tests.chaos.workspace import ATTEMPT, Workspace
 from tests.unit.loop_life import Engine, Life, output_of, play
@@ -62,29 +61,11 @@ class WatchedWorkspace(Workspace):
         return answer
 
 
-def next_token(context):
+def next_token(context, number):
     made, turn = context[::-1].index(ASSISTANT), context.count(ASSISTANT)
     if made < TOKENS - 1:
         return 30 + 10 * turn + made
     return OBSERVATION if turn < TURNS else USER
-
-
-class Speaker(Engine):
-    """Makes a token at each turn of the event loop, until it is aborted."""
-
-    def __init__(self, cuts):
-        super().__init__()
-        self.moments = Moments(cuts, self.aborting)
-
-    async def generate(self, request_id, *, prompt_ids, **request):
-        made = []
-        while not made or made[-1] not in (OBSERVATION, USER):
-            await self.moments.one("token", len(prompt_ids) + len(made))
-            if self.aborting.is_set():
-                break
-            made.append(next_token([*prompt_ids, *made]))
-        probs, stop = [-token / 8 for token in made], "aborted" if self.aborting.is_set() else "completed"
-        return TokenOutput(token_ids=made, log_probs=probs, stop_reason=stop, extra_fields={"global_steps": 0})
 
 
 def converse(root, cuts, deadly):
@@ -92,8 +73,9 @@ def converse(root, cuts, deadly):
 
     Each of the other prompts is complete once the conversation has reached a cut.
     """
-    engine, attempts = Speaker(cuts), []
-    moments = engine.moments
+    engine, attempts = Engine(next_token, ends=[OBSERVATION, USER]), []
+    moments = Moments(cuts, engine.aborting)
+    engine.tick = lambda context: moments.one("token", len(context))
 
     def effects():
         return (root / attempts[-1] / "log").read_text()
@@ -112,12 +94,8 @@ def converse(root, cuts, deadly):
 
     def life():
         rows = [{"converses": True}, *[{"converses": False}] * len(cuts)]
-        workspace = WatchedWorkspace(root, moments)
-        made = Life(
-            loop, rows, slots=64, score=score, stall_s=20.0, config=CONFIG, functions=[workspace], engine=engine
-        )
-        made.check = lambda output: None
-        return made
+        settings = {"slots": 64, "score": score, "stall_s": 20.0, "config": CONFIG, "engine": engine}
+        return Life(loop, rows, functions=[WatchedWorkspace(root, moments)], **settings)
 
     async def story(life):
         for _ in cuts:
@@ -131,7 +109,7 @@ def converse(root, cuts, deadly):
         return life.outputs["0/0"]
 
     (output,) = play(life, story)
-    trajectory = [array.tolist() for array in (output.response_ids, output.response_mask, output.log_probs)]
+    trajectory = [array.tolist() for array in (output.response_ids, output.response_mask)]
     return trajectory, output.reward_score, effects(), moments
 
 

@@ -21,7 +21,7 @@ from verl.trainer.ppo.reward import extract_reward
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
-from recipe.partial_rollout.training.reward_info import spread_infos
+from recipe.partial_rollout.training.reward_info import objects, spread_infos
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
@@ -86,10 +86,8 @@ def rows(*lengths, **columns):
         "reward_model": [{"ground_truth": i} for i in range(len(lengths))],
         **columns,
     }
-    arrays = {key: np.empty(len(lengths), dtype=object) for key in fields}
-    for key, values in fields.items():
-        arrays[key][:] = values
-    return DataProto(TensorDict({"dummy": torch.zeros(len(lengths), 1)}, len(lengths)), arrays)
+    columns = {key: objects(values) for key, values in fields.items()}
+    return DataProto(TensorDict({"dummy": torch.zeros(len(lengths), 1)}, len(lengths)), columns)
 
 
 def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options):
@@ -201,36 +199,23 @@ def test_too_many_failed_samples_end_the_run_by_the_users_file_and_line():
         generated(flaky(math.nan), rows(2, 3), validate=True, sample_retries=None)
 
 
-def sparse(data_source, solution_str, ground_truth, extra_info):
-    return [{"score": 1.0, "acc": 1.0}, {"score": 0.0, "acc": 0.0, "pred": None}, {"score": 1.0, "pred": 12}][
-        ground_truth
-    ]
-
-
-def test_workers_whose_samples_have_different_keys_make_one_batch():
-    output = generated(sparse, rows(2, 2, 2), chunks=3)
-    assert output.meta_info["reward_extra_keys"] == ["score", "acc", "pred"]
-    assert output.non_tensor_batch["acc"].tolist() == [1.0, 0.0, None]
-    assert output.non_tensor_batch["pred"].tolist() == [None, None, 12]
-
-
-@pytest.mark.parametrize("name", ["temperature", "returns", "responses"])
-def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch, name):
+def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch):
     """verl's update asserts that no two of a batch have a name."""
-    run = Loop.run
+    run, names = Loop.run, ("temperature", "returns", "responses")
 
     async def leaves(self, sampling_params, **row):
         output = await run(self, sampling_params, **row)
-        output.extra_fields[name] = [0.5]
+        output.extra_fields |= {name: [0.5] for name in names}
         return output
 
     monkeypatch.setattr(Loop, "run", leaves)
-    output = generated(lambda **given: {"score": 1.0, name: 0.7}, rows(2, 3))
+    output = generated(lambda **given: {"score": 1.0, **dict.fromkeys(names, 0.7)}, rows(2, 3))
     output.meta_info["temperature"], output.batch["returns"] = 1.0, torch.zeros(2, R)
     del output.meta_info["metrics"]
     output.to_tensordict()
-    assert output.non_tensor_batch[f"reward_{name}"].tolist() == [0.7, 0.7]
-    assert output.non_tensor_batch[f"loop_{name}"].tolist() == [[0.5], [0.5]]
+    for name in names:
+        assert output.non_tensor_batch[f"reward_{name}"].tolist() == [0.7, 0.7]
+        assert output.non_tensor_batch[f"loop_{name}"].tolist() == [[0.5], [0.5]]
 
 
 @pytest.mark.parametrize("info", ["late", 3])
@@ -276,15 +261,23 @@ def validated(monkeypatch, tmp_path, trainers, *batches):
     return super(TrainerRun, trainer)._validate(), written[0]
 
 
-def test_validation_averages_numbers_over_batches_with_different_keys(monkeypatch, tmp_path, trainers):
-    def mixed(data_source, solution_str, ground_truth, extra_info):
-        return [
-            {"score": 1.0, "depth": 3, "pred": 12},
-            {"score": 0.0, "depth": None, "pred": "none"},
-            {"score": 1.0, "steps": [1, 2]},
-            math.nan,
-        ][ground_truth]
+def mixed(data_source, solution_str, ground_truth, extra_info):
+    return [
+        {"score": 1.0, "depth": 3, "pred": 12},
+        {"score": 0.0, "depth": None, "pred": "none"},
+        {"score": 1.0, "steps": [1, 2]},
+        math.nan,
+    ][ground_truth]
 
+
+def test_workers_whose_samples_have_different_keys_make_one_batch():
+    output = generated(mixed, rows(2, 2, 2), chunks=3)
+    assert output.meta_info["reward_extra_keys"] == ["score", "depth", "pred", "steps"]
+    assert output.non_tensor_batch["depth"].tolist() == [3, None, None]
+    assert output.non_tensor_batch["steps"].tolist() == [None, None, [1, 2]]
+
+
+def test_validation_averages_numbers_over_batches_with_different_keys(monkeypatch, tmp_path, trainers):
     whole = rows(2, 2, 2, 2)
     batches = [generated(mixed, whole[i : i + 2], validate=True) for i in (0, 2)]
     metrics, written = validated(monkeypatch, tmp_path, trainers, *batches)
@@ -328,13 +321,8 @@ def colocated(monkeypatch, function, batch):
     return batch.union(trainer._compute_reward_colocate(batch))
 
 
-def unscored(batch, *, validate=False):
-    """What the rollout makes of ``batch``, which is scored later."""
-    return generated(None, batch, validate=validate, handles=None)
-
-
 def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
-    batch = unscored(rows(2, 3))
+    batch = generated(None, rows(2, 3), handles=None)
     batch.batch["response_mask"][1, 1:] = 0
     output = colocated(monkeypatch, lambda **_: {"score": 1.0, "acc": 0.5}, batch)
     assert output.batch["rm_scores"].nonzero().tolist() == [[0, 1], [1, 0]]
@@ -343,20 +331,17 @@ def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
 
 
 def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatch, tmp_path, trainers):
-    """One sample is too long for its batch."""
+    """One sample is too long for its batch, and the only one of its worker."""
 
     def by_truth(data_source, solution_str, ground_truth, extra_info):
         return {"score": float(ground_truth == 1), "depth": 3}
 
-    output = colocated(monkeypatch, by_truth, unscored(rows(R + 1, 2, 2), validate=True))
+    unscored = generated(None, rows(R + 1, 2, 2), validate=True, chunks=3, handles=None)
+    assert "rm_scores" not in unscored.batch
+    output = colocated(monkeypatch, by_truth, unscored)
     metrics, written = validated(monkeypatch, tmp_path, trainers, output)
     assert metrics["val-core/t/reward/mean@1"] == 0.5
     assert "a response of 9 tokens" in written["sample_error"][0]
-
-
-def test_worker_without_a_sound_sample_makes_one_batch_with_the_others():
-    batch = generated(None, rows(R + 1, 2), validate=True, chunks=2, handles=None)
-    assert "rm_scores" not in batch.batch and len(batch) == 2
 
 
 # -- what else is read of a reward -------------------------------------------------------------------------------------

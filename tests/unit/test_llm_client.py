@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from copy import deepcopy
 
 import numpy as np
@@ -21,10 +22,10 @@ from tests.unit.shared import Claims, live_sample
 TOKENIZER = build_tokenizer()
 
 
-def tokens(*ids, stop="completed", version=0, log_probs=True, marks=None, **fields):
+def tokens(*ids, stop="completed", version=0, marks=None, **fields):
     return TokenOutput(
         token_ids=list(ids),
-        log_probs=[-0.1 * i for i in ids] if log_probs else None,
+        log_probs=[-0.1 * i for i in ids],
         stop_reason=stop,
         extra_fields={"global_steps": version} | ({"version_marks": marks} if marks else {}) | fields,
     )
@@ -64,11 +65,19 @@ def test_aborted_call_resumes_from_its_tokens_with_the_rest_of_its_budget(engine
     assert params == {"temperature": 1.0, "max_new_tokens": 9, "min_tokens": 4}, "the caller's are left alone"
 
 
-def test_later_turn_has_the_rest_of_the_response_and_needs_log_probs(engine):
-    engine.answers = [tokens(5, 6, log_probs=False)]
-    with pytest.raises(RuntimeError, match="calculate_log_probs=True"):
+@pytest.mark.parametrize(
+    ("log_probs", "said"),
+    [
+        (None, "calculate_log_probs=True"),
+        *[([-0.5, value], "as the log-prob of token") for value in (math.nan, -math.inf, math.inf, None)],
+    ],
+)
+def test_answer_without_a_number_as_log_prob_of_each_token_is_refused(engine, log_probs, said):
+    engine.answers = [tokens(5, 6)]
+    engine.answers[0].log_probs = log_probs
+    with pytest.raises(RuntimeError, match=said):
         generate(client_of(), live_sample(), prompt=range(12))
-    assert engine.asked[0][2]["max_tokens"] == 2
+    assert engine.asked[0][2]["max_tokens"] == 2, "a later turn has the rest of the response"
 
 
 def of(segments):
@@ -112,8 +121,10 @@ def test_held_call_is_a_segment_for_each_version(engine, answers, params, segmen
 
 
 def test_call_aborted_without_a_token_adds_no_segment(engine):
-    queued = tokens(stop="aborted", log_probs=False)
-    engine.answers = [queued, tokens(stop="aborted"), tokens(5, 6, stop="aborted"), tokens(stop="aborted"), tokens(7)]
+    queued = tokens(stop="aborted")
+    engine.answers = [queued, queued.model_copy(deep=True), tokens(5, 6, stop="aborted"), tokens(stop="aborted")]
+    engine.answers += [tokens(7)]
+    queued.log_probs = None
     client, sample = client_of(), live_sample(order=7)
     assert generate(client, sample).token_ids == [5, 6, 7]
     assert [options["priority"] for *_, options in engine.asked] == [7] * 5
@@ -139,42 +150,32 @@ def known(*segments, prompt=(1, 2, 3), **params):
     ]
 
 
-def test_single_turn_sample_goes_on_from_its_tokens(engine):
-    engine.answers = [tokens(9, version=2)]
+def test_turn_that_is_known_goes_on_from_its_tokens_and_is_not_decoded_again(engine):
+    """Nor is it given to another call."""
+    engine.answers = [tokens(9, version=2), tokens(4)]
     sample = live_sample(known(([5], 0, None), ([6], 1, None)))
     output = generate(client_of(), sample)
     assert (output.token_ids, output.log_probs[:2]) == ([5, 6, 9], pytest.approx([-0.5, -0.6]))
     assert [(context, params["max_tokens"]) for _, context, params, _ in engine.asked] == [([1, 2, 3, 5, 6], 8)]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 2)
     assert [(list(s.token_ids), s.turn) for s in sample.unsent] == [([9], 0)]
-
-
-def test_finished_turn_is_not_decoded_again_nor_given_to_another_call(engine):
-    engine.answers = [tokens(4)]
-    sample = live_sample(known(([5, 6], 0, "stop")))
-    other = generate(client_of(), sample, prompt=[1])
-    first = generate(client_of(), sample)
+    finished = live_sample(known(([5, 6], 0, "stop")))
+    other, first = generate(client_of(), finished, prompt=[1]), generate(client_of(), finished)
     assert (other.token_ids, first.token_ids, first.stop_reason) == ([4], [5, 6], "stop")
-    assert len(engine.asked) == 1
+    assert len(engine.asked) == 2
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("bad_words", ["bad"]),
-        ("thinking_token_budget", 0),
-        ("structured_outputs", {"regex": "a*"}),
-        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}),
-        ("seed", 7),
-        ("prompt_logprobs", 0),
-    ],
-)
-def test_parameter_that_would_not_survive_an_interruption_is_refused(engine, key, value):
+REFUSED = {
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "bad_words": ["bad"], "thinking_token_budget": 0, "seed": 7,
+    "structured_outputs": {"regex": "a*"}, "repetition_detection": {"min_count": 2}, "prompt_logprobs": 0,
+}  # fmt: skip
+
+
+def test_parameter_that_would_not_survive_an_interruption_is_refused(engine):
     engine.answers = [tokens(5)]
-    with pytest.raises(ValueError, match=f"sample 0/0#0: .* asks for {key}=.*enable=False"):
-        generate(client_of(), live_sample(), **{key: value})
+    for key, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"sample 0/0#0: .* asks for {key}=.*enable=False"):
+            generate(client_of(), live_sample(), **{key: value})
     assert engine.asked == []
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3, "seed": -1}
     assert generate(client_of(), live_sample(), **off).token_ids == [5]
@@ -214,30 +215,24 @@ def test_stop_string_is_found_across_every_cut(engine, answers, params, turn, re
     assert sample.segments[-1].stop_reason == output.stop_reason == "completed"
 
 
-def test_call_whose_replica_died_is_made_again_at_another(engine):
+def test_call_whose_replica_died_is_made_again_until_none_is_left(engine):
     client, sample = client_of("ab"), live_sample()
-    engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6)]
+    engine.answers = [tokens(5, stop="aborted"), RayActorError(), tokens(6), RayActorError()]
     assert generate(client, sample).token_ids == [5, 6]
     assert [request[1] for request in engine.asked] == [[1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 5]]
     # b died.
     assert sample.affinity.replica == "a" and [call.replica for call in client.take_calls()] == ["a", "a"]
-
-
-@pytest.mark.parametrize(
-    ("error", "asked", "kind", "said"),
-    [
-        (RayActorError(), 2, InfraError, "vLLM replica b failed on request 0/0#0: "),
-        (OSError("bad request"), 1, RuntimeError, "vLLM replica a refused .* OSError: bad request"),
-    ],
-)
-def test_call_fails_once_no_replica_is_left_or_a_living_one_refuses_it(engine, error, asked, kind, said):
-    engine.answers, client = [error, error], client_of("ab")
-    with pytest.raises(kind, match=said):
+    with pytest.raises(InfraError, match="vLLM replica a failed on request 0/0#0: "):
         generate(client, live_sample())
-    assert len(engine.asked) == asked
-    if kind is InfraError:
-        with pytest.raises(InfraError, match="no vLLM replica is left"):
-            generate(client, live_sample())
+    with pytest.raises(InfraError, match="no vLLM replica is left"):
+        generate(client, live_sample())
+    assert len(engine.asked) == 4
+
+
+def test_call_that_a_living_replica_refuses_fails(engine):
+    engine.answers = [OSError("bad request")]
+    with pytest.raises(RuntimeError, match=r"vLLM replica a refused .* OSError: bad request"):
+        generate(client_of("ab"), live_sample())
 
 
 def test_validation_calls_of_a_loop_are_verls_and_go_to_one_replica(engine):
@@ -252,13 +247,6 @@ def test_validation_calls_of_a_loop_are_verls_and_go_to_one_replica(engine):
     assert [call.replica for call in client.take_calls()] == [*"abaaba"]
 
 
-def test_request_id_of_a_loops_own_is_never_taken_for_a_training_samples(engine):
-    engine.answers, client = [tokens(5)] * 4, client_of()
-    for own in (7, ("a", 1), None, "problem#3"):
-        asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
-    assert [call.sample for call in client.take_calls()] == ["7", "('a', 1)", "None", "problem-3"]
-
-
 def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
     class Busy(Claims):
         @contextlib.asynccontextmanager
@@ -266,20 +254,22 @@ def test_engine_calls_are_noted_with_replica_tokens_version_and_sample(engine):
             await asyncio.sleep(0.05)
             yield
 
-    engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10), tokens(5)]
+    engine.answers = [tokens(5, 6, version=9, stop="aborted", queued_s=0.25), tokens(7, version=10)]
+    engine.answers += [tokens(5)] * 5
     client = client_of()
     client.claims = Busy()
     assert "queued_s" not in generate(client, live_sample()).extra_fields, "no agent loop carries it on"
-    asyncio.run(client.generate("0123456789abcdef", prompt_ids=[1], sampling_params={}))
+    # Without a training sample it has the request id, of verl's or of a loop's own, which is never like a sample's.
+    for own in ("0123456789abcdef", 7, ("a", 1), None, "problem#3"):
+        asyncio.run(client.generate(own, prompt_ids=[1], sampling_params={}))
     calls = client.take_calls()
     assert [(call.sample, call.interrupted, call.tokens, call.version) for call in calls] == [
         ("0/0#0", True, 2, 9),
         ("0/0#0", False, 1, 10),
-        # Without a training sample it has verl's request id.
-        ("0123456789ab", False, 1, 0),
+        *[(name, False, 1, 0) for name in ("0123456789ab", "7", "('a', 1)", "None", "problem-3")],
     ]
-    assert [call.queued_s for call in calls] == [0.25, 0.0, 0.0]
-    assert [call.waited_s >= 0.05 for call in calls] == [True, True, False], "for a slot"
+    assert [call.queued_s for call in calls] == [0.25] + [0.0] * 6
+    assert [call.waited_s >= 0.05 for call in calls] == [True] * 2 + [False] * 5, "for a slot"
     assert all(call.replica == "replica-7" and call.end >= call.start for call in calls) and client.take_calls() == []
 
 

@@ -6,6 +6,7 @@
 import asyncio
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipe.partial_rollout.config.settings import Scheduling, SchedulingPolicy
-from tests.unit.loop_life import PROMPT, Life, ask, function, output_of, play
+from tests.unit.loop_life import PROMPT, Engine, Life, ask, function, output_of, play
 
 SEPARATOR, CUT = 1, -1
 """``(CUT, number)`` in a conversation: here it has been rewritten, into a prompt with this number"""
@@ -39,7 +40,8 @@ class Step:
 
 calls = st.builds(Step, st.just("generate"), tokens=st.integers(1, 12))
 waits = st.builds(Step, st.sampled_from(["sleep", "tool"]), ms=st.sampled_from([0, 1, 5, 20]))
-raises = st.builds(Step, st.sampled_from(["raise once", "raise", "exit", "cancel"]))
+ERRORS = {"raise": ValueError, "raise once": ValueError, "exit": SystemExit, "cancel": asyncio.CancelledError}
+raises = st.builds(Step, st.sampled_from([*ERRORS]))
 rewrites = st.builds(Step, st.just("rewrite"), keep=st.integers(0, 3))
 leaves = st.one_of(calls, calls, calls, waits, waits, rewrites, raises)
 
@@ -53,7 +55,7 @@ def deeper(parts):
         st.builds(Step, st.just("wait for"), parts=one, ms=st.sampled_from([1, 8, 30])),
         st.builds(Step, st.sampled_from(["semaphore", "leave", "suppress"]), parts=one),
         st.builds(Step, st.just("branch"), parts=several, keep=st.integers(0, 3)),
-        st.builds(Step, st.just("thread"), parts=st.lists(calls, min_size=1, max_size=2).map(tuple)),
+        st.builds(Step, st.just("thread"), parts=st.lists(calls | waits, min_size=1, max_size=2).map(tuple)),
     )
 
 
@@ -117,6 +119,12 @@ class Loops:
         if step.kind == "thread":
             work = asyncio.run, self.step(Step("sequence", parts=step.parts), run, before)
             return await run.home.run_in_executor(None, *work)
+        if step.kind in ERRORS:
+            key = run.row["number"], step
+            if step.kind == "raise once" and key in self.raised:
+                return []
+            self.raised.add(key)
+            raise ERRORS[step.kind]("drawn")
         return await getattr(self, step.kind.replace(" ", "_"))(step, run, before)
 
     async def rewrite(self, step, run, before):
@@ -159,36 +167,15 @@ class Loops:
         await asyncio.sleep(0)
         return []
 
-    async def raise_once(self, step, run, before):
-        if (key := (run.row["number"], step)) not in self.raised:
-            self.raised.add(key)
-            raise ValueError("once")
-        return []
-
-    async def cancel(self, step, run, before):
-        raise asyncio.CancelledError
-
-    async def exit(self, step, run, before):
-        raise SystemExit(2)
-
-
-async def always(self, step, run, before):
-    raise ValueError("always")
-
-
-setattr(Loops, "raise", always)
-
 
 async def pay(ms, at):
+    assert threading.current_thread() is threading.main_thread(), "not that of a loop's own"
     await asyncio.sleep(ms / 1000)
     return "paid"
 
 
 def may_fail(loop):
-    kinds = [step.kind for step in loop.steps]
-    return (
-        bool({"raise", "raise once", "exit", "cancel"} & set(kinds)) or sum(step.tokens + 2 for step in loop.steps) > 60
-    )
+    return any(step.kind in ERRORS for step in loop.steps) or sum(step.tokens + 2 for step in loop.steps) > 60
 
 
 async def story(life, drawn, folder):
@@ -229,7 +216,7 @@ def test_sample_of_any_loop_is_trained_on_the_engines_tokens_or_masked(drawn):
 
     def life():
         settings = {"slots": drawn["slots"], "scheduling": drawn["scheduling"], "functions": [function("pay", pay)]}
-        return Life(Loops(drawn), rows, tick=0.0005, release_after_s=0.004, **settings)
+        return Life(Loops(drawn), rows, engine=Engine(tick_s=0.0005), release_after_s=0.004, **settings)
 
     with tempfile.TemporaryDirectory() as folder:
         play(life, lambda life: story(life, drawn, folder))

@@ -23,7 +23,6 @@ from tests.unit.test_turn_alignment import P, log_probs_of, played
 
 pytest.importorskip("transfer_queue")
 from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
-from verl.trainer.ppo.v1 import utils as v1_utils
 
 from recipe.partial_rollout.training.v1 import rounds
 from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
@@ -63,73 +62,48 @@ def outputs():
     ]
 
 
-@pytest.fixture
-def verls():
-    """Rows that verl's own worker puts into TransferQueue, by key, of outputs that ``compute_score`` is asked to score."""
+def scored(**options):
+    """verl's worker without its own set-up, and what its reward function has been given."""
+    worker, given = verls_path.worker(None, handles=None, **options), []
 
-    def put(made, compute_score):
-        queue = Queue()
-        worker = verls_path.worker(None, handles=None)
-        worker.distillation_enabled = False
-        asked = []
+    async def remote(data):
+        given.append(data)
+        return {"reward_score": 0.5, "reward_extra_info": {"acc": float(data.batch["responses"][-1, 0])}}
 
-        async def remote(data):
-            asked.append(data)
-            return compute_score(data)
-
-        worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=SimpleNamespace(remote=remote))]
-        tq_worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class
-        row = {"uid": "u", "session_id": 1, "global_steps": 3, "data_source": "t"}
-        with patch.object(agent_loop_tq, "tq", queue):
-            asyncio.run(tq_worker._agent_loop_postprocess(worker, made, False, **row))
-        return queue.held, asked
-
-    return put
+    worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=SimpleNamespace(remote=remote))]
+    return worker, given
 
 
 @pytest.mark.parametrize("own_score", [None, 0.25])
-def test_rows_and_rewards_are_those_that_verls_v1_makes(verls, own_score, monkeypatch):
-    def score(data):
-        return {"reward_score": 0.5, "reward_extra_info": {"acc": float(data.batch["responses"][-1, 0])}}
-
+def test_rows_and_rewards_are_those_that_verls_v1_makes(own_score):
     made = outputs()
     made[-1].reward_score = own_score
     if own_score is not None:
         # verl's worker reads it unasked.
         made[-1].extra_fields[REWARD_INFO] = {"acc": 7.0}
-    expected, asked = verls([each.model_copy(deep=True) for each in made], score)
-
-    async def ours():
-        worker = verls_path.worker(None, handles=None, use_v1=True)
-
-        async def compute_score(data):
-            asked.append(data)
-            return score(data)
-
-        worker.reward_loop_worker_handles = [SimpleNamespace(compute_score=SimpleNamespace(remote=compute_score))]
-        worker._filter = None
-        await worker._score(made, {"uid": "u", "data_source": "t"})
-
-    asyncio.run(ours())
-    if own_score is None:
-        theirs, our = asked
-        assert all(torch.equal(theirs.batch[key], our.batch[key]) for key in theirs.batch.keys())  # noqa: SIM118
-        assert theirs.non_tensor_batch.keys() - our.non_tensor_batch.keys() == {"session_id", "global_steps"}
-    else:
-        assert not asked
+    queue, row = Queue(), {"uid": "u", "session_id": 1, "global_steps": 3, "data_source": "t"}
+    tq_worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    verls, theirs = scored()
+    with patch.object(agent_loop_tq, "tq", queue):
+        copies = [each.model_copy(deep=True) for each in made]
+        asyncio.run(tq_worker._agent_loop_postprocess(verls, copies, False, **row))
+    worker, our = scored(use_v1=True)
+    asyncio.run(worker._score(made, {"uid": "u", "data_source": "t"}))
+    assert len(theirs) == len(our) == (own_score is None)
+    for their_call, our_call in zip(theirs, our, strict=True):
+        assert all(torch.equal(value, our_call.batch[key]) for key, value in their_call.batch.items())
+        assert their_call.non_tensor_batch.keys() - our_call.non_tensor_batch.keys() == {"session_id", "global_steps"}
     sample = played(*((prompt, 2, response) for prompt, response in OUTPUTS))
     for each in made:
         each.extra_fields.pop("raw_prompt")
     output = sample_output(sample, made, 10**6)
     batch = assemble_batch([TakenGroup("0/0", 0, {"data_source": "t"}, (output,))], ["u"], 4, WIDTH, 0)
-    rows = rounds.rows_of(batch)
-    assert len(rows) == len(expected) == 3
-    for row, (key, theirs) in zip(rows, expected.items(), strict=True):
+    for row, (key, expected) in zip(rounds.rows_of(batch), queue.held.items(), strict=True):
         assert key.startswith("u_1_")
         for name in ("prompts", "responses", "response_mask", "rm_scores", "input_ids", "position_ids", "loss_mask"):
-            assert row[name].tolist() == theirs[name].tolist(), name
-        assert row["rollout_log_probs"].tolist() == pytest.approx(theirs["rollout_log_probs"].tolist())
-        said = theirs["extra_fields"].data if hasattr(theirs["extra_fields"], "data") else theirs["extra_fields"]
+            assert row[name].tolist() == expected[name].tolist(), name
+        assert row["rollout_log_probs"].tolist() == pytest.approx(expected["rollout_log_probs"].tolist())
+        said = getattr(expected["extra_fields"], "data", expected["extra_fields"])
         assert row["extra_fields"]["acc"] == said[REWARD_INFO]["acc"]
         assert row["extra_fields"]["own"] == said["own"]
         assert row["extra_fields"].get("raw_prompt") is None
@@ -167,27 +141,39 @@ def test_nopr_trains_all_rows_and_validates_the_last():
 # -- the batch -----------------------------------------------------------------------------------------------------------
 
 
-def sample_of(*lengths, score=1.0, start=1, version=2):
+def sample_of(*lengths, score=1.0):
     """A finished sample with a row of each of ``lengths``."""
-    turns = [([start + i], version, list(range(5, 5 + length))) for i, length in enumerate(lengths)]
+    turns = [([1 + i], 2, list(range(5, 5 + length))) for i, length in enumerate(lengths)]
     made = [output_of(prompt, tokens) for prompt, _, tokens in turns]
     made[-1].reward_score = score
     return sample_output(played(*turns), made, 10**6)
 
 
-def test_keys_name_sample_and_row_and_columns_follow_their_prompt(monkeypatch):
+@pytest.fixture
+def put(monkeypatch):
+    """The batch of a round in which ``groups`` are trained, as verl's v1 trainer gets it, and the queue that holds it."""
+
+    def put(groups):
+        queue = Queue()
+        for module in (rounds, padding_utils):
+            monkeypatch.setattr(module, "tq", queue)
+
+        def generate_sequences(prompts):
+            uids = prompts.non_tensor_batch["uid"][:: len(groups[0].outputs)]
+            return assemble_batch(groups, uids, 4, WIDTH, 0)
+
+        loader = [{"slot": torch.arange(len(groups)).unsqueeze(1)}]
+        buffer = rounds.RoundBuffer(SimpleNamespace(generate_sequences=generate_sequences), loader, 2)
+        batch, _ = buffer.sample(3, "train", len(groups))
+        return batch, queue
+
+    return put
+
+
+def test_keys_name_sample_and_row(put):
     samples = [sample_of(2), sample_of(1, 2, 3), sample_of(3, 1), sample_of(4)]
     groups = [TakenGroup(f"0/{i}", i, {"data_source": f"d{i}"}, tuple(samples[2 * i : 2 * i + 2])) for i in range(2)]
-    queue = Queue()
-    monkeypatch.setattr(rounds, "tq", queue)
-
-    def generate_sequences(prompts):
-        uids = prompts.non_tensor_batch["uid"][::2]
-        return assemble_batch(groups, uids, 4, WIDTH, 0)
-
-    loader = [{"slot": torch.arange(2).unsqueeze(1), "mine": np.array(["a", "b"], dtype=object)}]
-    buffer = rounds.RoundBuffer(SimpleNamespace(generate_sequences=generate_sequences), loader, 2)
-    batch, _ = buffer.sample(3, "train", 2)
+    batch, queue = put(groups)
     first, second = dict.fromkeys(key.split("_")[0] for key in batch.keys)
     assert batch.keys == [
         *(f"{first}_{name}" for name in ("0_0", "1_0", "1_1", "1_2")),
@@ -199,16 +185,21 @@ def test_keys_name_sample_and_row_and_columns_follow_their_prompt(monkeypatch):
     assert (record.lengths, record.tokens, record.staleness) == ([2, 6], 8, [0, 0])
 
 
-def test_staleness_of_a_sample_is_that_of_its_oldest_row():
-    turns = [([1], 5, [7, 8]), ([2], 3, [9])]
-    output = sample_output(played(*turns), [output_of(prompt, tokens) for prompt, _, tokens in turns], 10**6)
-    assert output.staleness(6) == 3 and output.generated.tolist() == [5, 5, 3]
-
-
 def test_dynamic_sampling_compares_samples_whatever_their_rows():
     alike = sample_of(2, 3, score=0.5), sample_of(1, score=0.5)
     assert common_value("seq_reward", alike) == 0.5
-    assert common_value("seq_reward", (*alike, sample_of(1, 1, 1, score=1.0))) is None
+    assert common_value("seq_reward", (*alike, sample_of(1, 1, 1))) is None
+
+
+def test_verls_filler_rows_have_versions_of_their_own_length(put):
+    batch, queue = put([TakenGroup("0/0", 0, {"data_source": "t"}, (sample_of(2, 3), sample_of(1)))])
+    batch = padding_utils.upsample_batch_to_divisible_size(batch, 4, 1)
+    rounds.give_versions(batch)
+    assert len(batch) == 4
+    filler = queue.held[batch.keys[-1]]
+    fields = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores", "responses")
+    assert [len(filler[name]) for name in fields] == [1] * 5
+    assert filler["rollout_versions"].tolist() == [-1] and not filler["response_mask"].any()
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------
@@ -241,41 +232,14 @@ def config(resolved_config):
     return resolved_config("quickstart_cpu").algorithm
 
 
-def advantages(data, keys, name, config, of=trainer_base):
-    """As the trainer computes them; ``of=v1_utils``: as verl does without the recipe."""
+def advantages(data, keys, name, config):
+    """As the trainer computes them."""
     how = {"num_repeat": 4, "norm_adv_by_std_in_grpo": True, "config": config}
-    found = of.compute_advantage_for_multi_trajectories(data, keys, name, **how)
-    return found.batch["advantages"]
+    return trainer_base.compute_advantage_for_multi_trajectories(data, keys, name, **how).batch["advantages"]
 
 
 def estimators():
     return [name.value for name in core_algos.AdvantageEstimator if name.value not in (*NOT_UNDER_V1, "gae")]
-
-
-@pytest.mark.parametrize("name", estimators())
-def test_estimator_compares_samples_and_rows_share_their_advantage(name, config):
-    """Each sample alone in one long row is the reference: what an estimator is defined for."""
-    data, keys, owners, places, _ = batch_of(COUNTS, 3)
-    order = np.random.default_rng(0).permutation(len(keys))
-    shuffled = data.select_idxs(order)
-    found = advantages(shuffled, [keys[i] for i in order], name, config)
-    width, most = WIDTH, max(COUNTS)
-    mask = torch.zeros(len(COUNTS), most * width, dtype=torch.long)
-    rewards = torch.zeros(len(COUNTS), most * width)
-    for row, (owner, place) in enumerate(zip(owners, places, strict=True)):
-        piece = slice(place * width, (place + 1) * width)
-        mask[owner, piece] = data.batch["response_mask"][row]
-        if place == COUNTS[owner] - 1:
-            rewards[owner, piece] = data.batch["token_level_rewards"][row]
-    single = DataProto.from_single_dict(
-        {"response_mask": mask, "token_level_rewards": rewards, "token_level_scores": rewards.clone()}
-    )
-    single.non_tensor_batch["uid"] = np.array([f"u{i // 4}" for i in range(len(COUNTS))], dtype=object)
-    own_keys = [f"u{i // 4}_{i % 4}_0" for i in range(len(COUNTS))]
-    expected = advantages(single, own_keys, name, config, of=v1_utils)
-    for at, row in enumerate(order):
-        piece = slice(places[row] * width, (places[row] + 1) * width)
-        assert torch.allclose(found[at], expected[owners[row], piece], atol=1e-6), name
 
 
 def reference(name, scores, lengths, mask):
@@ -304,23 +268,18 @@ def reference(name, scores, lengths, mask):
 
 @pytest.mark.parametrize("emptied", [None, 2, 3], ids=["every row trains", "not the middle one", "not the last one"])
 @pytest.mark.parametrize("name", estimators())
-def test_estimator_is_that_of_float64(name, config, emptied):
-    """Rows 1 to 3 are those of one sample."""
+def test_estimator_compares_samples_and_rows_share_their_advantage(name, config, emptied):
+    """As in float64, wherever the rows of a sample are in the batch. Rows 1 to 3 are those of one sample."""
     data, keys, owners, places, scores = batch_of(COUNTS, 4)
     if emptied is not None:
         data.batch["response_mask"][emptied] = 0
-    found = advantages(data, keys, name, config)
+    order = np.random.default_rng(0).permutation(len(keys))
+    found = advantages(data.select_idxs(order), [keys[i] for i in order], name, config)
     mask = torch.zeros(len(COUNTS), max(COUNTS), WIDTH, dtype=torch.float64)
     mask[owners, places] = data.batch["response_mask"].double()
     expected = reference(name, scores, mask.sum((1, 2)), mask.flatten(1))
     expected = expected.unflatten(1, (-1, WIDTH))[owners, places]
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-
-
-def test_grpo_is_that_of_verls_v1(config):
-    data, keys, *_ = batch_of(COUNTS, 4)
-    own = advantages(data, keys, "grpo", config)
-    assert torch.allclose(own, advantages(data, keys, "grpo", config, of=v1_utils))
+    assert torch.allclose(found.double(), expected[order], atol=1e-5)
 
 
 def test_masked_sample_has_no_vote_and_filler_rows_change_nothing(config):
@@ -345,11 +304,9 @@ def test_kl_penalty_of_every_row_counts_and_the_score_once(config):
     penalty = 0.1 * data.batch["response_mask"]
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - penalty
     found = advantages(data, keys, "rloo", config)
-    totals = scores - torch.zeros(4, dtype=torch.float64).index_add(
-        0, torch.from_numpy(owners), penalty.sum(1).double()
-    )
-    expected = (totals - (totals.sum() - totals) / 3)[torch.from_numpy(owners)]
-    assert torch.allclose(found.double(), expected[:, None] * data.batch["response_mask"], atol=1e-5)
+    totals = scores.index_add(0, torch.from_numpy(owners), penalty.sum(1).double(), alpha=-1)
+    expected = reference("rloo", totals, totals, torch.ones(4, 1))[owners] * data.batch["response_mask"]
+    assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 # -- ranks and updates ---------------------------------------------------------------------------------------------------
@@ -384,20 +341,3 @@ def test_step_has_as_many_updates_whatever_its_rows(mini, critic, dp, n, rows, f
         with trainer._as_many_updates(part, [0] * size):
             assert part.ppo_mini_batch_size * n == expected and expected % dp == 0
         assert part.ppo_mini_batch_size == before
-
-
-def test_verls_filler_rows_have_versions_of_their_own_length(monkeypatch):
-    queue = Queue()
-    for module in (rounds, padding_utils):
-        monkeypatch.setattr(module, "tq", queue)
-    groups = [TakenGroup("0/0", 0, {"data_source": "t"}, (sample_of(2, 3), sample_of(1)))]
-    rollout = SimpleNamespace(generate_sequences=lambda prompts: assemble_batch(groups, ["u"], 4, WIDTH, 0))
-    buffer = rounds.RoundBuffer(rollout, [{"slot": torch.arange(1).unsqueeze(1)}], 2)
-    batch, _ = buffer.sample(3, "train", 1)
-    batch = padding_utils.upsample_batch_to_divisible_size(batch, 4, 1)
-    rounds.give_versions(batch)
-    assert len(batch) == 4
-    filler = queue.held[batch.keys[-1]]
-    fields = ("response_mask", "rollout_log_probs", "rollout_versions", "rm_scores", "responses")
-    assert [len(filler[name]) for name in fields] == [1] * 5
-    assert filler["rollout_versions"].tolist() == [-1] and not filler["response_mask"].any()

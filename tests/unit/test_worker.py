@@ -1,4 +1,4 @@
-"""The worker's half of claims and reports: the real worker and manager in one process, on a scripted engine.
+"""The worker's half of claims and reports, its clocks, slots and tools: with a real manager, on a scripted engine.
 
 ``test_conversation_cut_anywhere`` interrupts it, and lets it die, at every moment of a conversation.
 """
@@ -6,14 +6,19 @@
 import asyncio
 import contextlib
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall
+from verl.tools.base_tool import BaseTool
 
 from recipe.partial_rollout.manager.types import Lease, RolloutFailedError
 from recipe.partial_rollout.waits import InfraError
-from recipe.partial_rollout.worker.live_sample import SampleClock
-from tests.unit.loop_life import Life, ask, config_of, function, living, output_of
-from tests.unit.shared import hangs, state_of, tokens_in
+from recipe.partial_rollout.worker.live_sample import SampleClock, timed
+from tests.unit.loop_life import Engine, Life, ask, config_of, function, living, output_of
+from tests.unit.shared import hangs, state_of, tokens_in, tool_schema
 
 
 async def says(client, row, params):
@@ -24,8 +29,8 @@ async def says(client, row, params):
 
 def training(lengths, loop=says, **settings):
     """A prompt for each list of ``lengths``, in an open first round; a token takes 2 ms at least."""
-    rows, settings = [{"lengths": group} for group in lengths], {"config": config_of(400), "tick": 0.002, **settings}
-    return living(Life(loop, rows, n=len(lengths[0]), **settings))
+    rows = [{"lengths": group} for group in lengths]
+    return living(Life(loop, rows, n=len(lengths[0]), config=config_of(400), engine=Engine(tick_s=0.002), **settings))
 
 
 def batch_of(one):
@@ -41,24 +46,16 @@ async def until(condition):
 # -- failures ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("failures", "masked"), [(1, False), (3, True)])
-async def test_failing_reward_is_asked_again_without_the_loop(failures, masked):
-    left, runs = [OSError("no disk")] * failures, []
-
-    async def loop(*given):
-        runs.append(1)
-        return await says(*given)
+async def test_failing_reward_is_asked_again_without_the_loop():
+    """Also after its last failure: the sample is masked, and its loop does not run again."""
 
     async def score(output, row):
-        if left:
-            raise left.pop()
-        output.reward_score = 1.0
+        raise OSError("no disk")
 
-    async with training([[5]], loop, score=score) as one:
+    async with training([[5]], score=score) as one:
         (output,) = await one.stop_round()
-        assert (output.masked, one.engine.decoded, len(runs)) == (masked, 5, 1)
-        figures = one.figures()
-        assert (figures["failures/failed_total"], figures["failures/retried_total"]) == (failures, failures - masked)
+        assert output.masked and len(one.engine.asked) == 1
+        assert (one.figures()["failures/failed_total"], one.figures()["failures/retried_total"]) == (3, 2)
 
 
 async def test_last_replica_that_dies_ends_the_run():
@@ -88,14 +85,14 @@ async def test_output_that_no_checkpoint_can_hold_fails_its_sample(save_freq):
 
 
 async def test_interrupted_sample_may_wait_and_decode_longer_than_its_timeout():
-    async with training([[5], [240]], sample_timeout_s=0.3) as one:
+    async with training([[5], [240]], sample_timeout_s=0.3, release_after_s=0.2) as one:
         await one.stop_round()
         await asyncio.sleep(0.4)
         await one.next_round()
         (second,) = await one.stop_round()
         assert one.engine.decoded == 245, "no token was decoded twice"
         assert second.response_length == 240 and not second.masked
-        assert one.figures()["failures/failed_total"] == 0
+        assert one.figures()["failures/failed_total"] == one.figures()["agent/slots_freed_s_total"] == 0
 
 
 async def test_clock_stands_until_the_last_of_overlapping_waits_and_starts_anew():
@@ -155,7 +152,6 @@ def conversations(answer, events):
         events.append(f"{name} asks")
         await answer()
         events.append(f"{name} has its answer")
-        return "4"
 
     async def loop(client, row, params):
         if row["lengths"] != [10]:
@@ -204,12 +200,6 @@ async def test_samples_that_start_at_once_keep_their_slots_until_each_can_call()
         assert one.figures()["agent/slots_freed_s_total"] == 0
 
 
-async def test_sample_that_decodes_keeps_its_slot_however_long():
-    async with training([[100]]) as one:
-        await one.stop_round()
-        assert one.figures()["agent/slots_freed_s_total"] == 0
-
-
 @pytest.mark.parametrize("parked_s", [None, 10.0])
 async def test_tool_within_its_deadline_is_no_stall(parked_s):
     refused = pytest.raises(RolloutFailedError, match=r"stall_s=1\); .*0/0#0 parked on w1")
@@ -218,3 +208,38 @@ async def test_tool_within_its_deadline_is_no_stall(parked_s):
     async with training([[10]], **limits, **conversations(lambda: asyncio.sleep(1.6), [])) as one:
         with refused if parked_s is None else contextlib.nullcontext():
             await batch_of(one)
+
+
+# -- tools ---------------------------------------------------------------------------------------------------------------
+
+
+def run(tool, timeout_s):
+    """What verl's agent loop makes of one call of ``tool`` within a sample's clock, and the errors that were noted."""
+    noted = []
+
+    async def main():
+        clock = SampleClock("sample 0/0#0")
+        (ours,) = timed([tool], clock, timeout_s, noted.append)
+        how = {"max_tool_response_length": 100, "tool_response_truncate_side": "left"}
+        loop = SimpleNamespace(tools={tool.name: ours}, **how)
+        return await clock.run(ToolAgentLoop._call_tool(loop, FunctionCall(name=tool.name, arguments="{}"), {}, None))
+
+    return asyncio.run(main()), noted
+
+
+@pytest.mark.parametrize("where", ["coroutine", "thread", "create", "execute", "release"])
+def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
+    functions = {"coroutine": hangs, "thread": lambda: time.sleep(0.5)}
+    tool = function("add", functions[where]) if where in functions else BaseTool({}, tool_schema("add"))
+    if where not in functions:
+        setattr(tool, where, hangs)
+    with pytest.raises(TimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s: .*tool_timeout_s"):
+        run(tool, 0.1)
+
+
+def test_tools_own_timeout_is_its_answer_and_is_noted():
+    async def times_out():
+        raise TimeoutError("the sandbox is gone")
+
+    (response, _, _), noted = run(function("add", times_out), 5.0)
+    assert "the sandbox is gone" in response.text and [str(error) for error in noted] == ["the sandbox is gone"]
