@@ -44,7 +44,7 @@ def test_key_that_an_old_run_lacks_has_its_default():
     [
         ("max_stalenes", "no such key; did you mean partial_rollout.max_staleness?"),
         ("schedulng.policy", "no such key; did you mean partial_rollout.scheduling.policy?"),
-        ("stall_s", "no such key; did you mean partial_rollout.deadlines.stall_s?"),
+        ("overtake", "no such key; did you mean partial_rollout.scheduling.overtake?"),
         ("xyz", "no such key; python -m recipe.partial_rollout.tools keys lists all"),
     ],
 )
