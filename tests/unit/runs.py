@@ -42,11 +42,11 @@ TIMERS = {1: (10, 20), 2: (2, 12), 3: (10, 18)}
 """seconds of a step, by its number: for its batch, and in all"""
 
 
-def build_group(index, lengths, *, prompt=None, epoch=0, staleness=0, off_policy=0, segments=1):
+def build_group(index, lengths, *, epoch=0, staleness=0, off_policy=0, segments=1):
     return {
         "uid": f"{epoch}/{index}",
         "order": index,
-        "prompt": str(index) if prompt is None else prompt,
+        "prompt": str(index),
         "lengths": lengths,
         "staleness": [staleness] * len(lengths),
         "segments": [segments] * len(lengths),
@@ -159,8 +159,8 @@ def separate_run(path, *, rounds=None, phases=PHASES, **settings):
 ROUND_S, STEP_S = 20.0, 30.0
 
 
-def interrupted_run(path, *, arm="PR", steps=3, complete=True):
-    """Rounds that finish eight samples each; under PR two more are interrupted, and finish in the next round.
+def interrupted_run(path, *, steps=3):
+    """Rounds that finish eight samples each; two more are interrupted, and finish in the next round.
 
     A sample ``5#0`` is the first of round 5. An interrupted one has a tool call of 1 s in the round that it finishes in.
     """
@@ -174,15 +174,15 @@ def interrupted_run(path, *, arm="PR", steps=3, complete=True):
         spans = [1.5 + 2 * i for i in range(8)]
         for i, span in enumerate(spans):
             calls.append((i % 2, start, start + span, int(10 * span), version, 0, 10, 0.0, f"{step}#{i}", False))
-        carried = [f"{step}#{8 + i}" for i in range(2)] if arm == "PR" else []
+        carried = [f"{step}#{8 + i}" for i in range(2)]
         for i, name in enumerate(carried):
             calls.append((i % 2, start + 5, start + ROUND_S, 90, version, 0, 10, 0.0, name, True))
         groups = [[int(10 * span) for span in spans[at : at + 4]] for at in (0, 4)]
         trained = [build_group(2 * version + at, lengths, staleness=at) for at, lengths in enumerate(groups)]
-        waits = {"interrupt": 0.5, "resume": 0.01} if carried else {}
+        waits = {"interrupt": 0.5, "resume": 0.01}
         rounds.append(build_round(step, start=start, end=start + ROUND_S, calls=calls, trained=trained, **waits))
         phases += [("train", step, start + ROUND_S, start + STEP_S), ("sync", step, start + 28, start + 29)]
-    own = {"arm": arm, "replicas": 2, "complete": complete, "samples_per_group": 4, "slots_per_replica": 4}
+    own = {"arm": "PR", "samples_per_group": 4, "slots_per_replica": 4}
     return build_run(path, rounds=rounds, step_s=STEP_S, phases=phases, **own)
 
 
@@ -196,16 +196,8 @@ def large_group(order, staleness, birth=0):
 
 def pr_settings(groups, samples, replicas, **more):
     """Those of a run of PR whose steps train so many groups of so many samples."""
-    known = {
-        "slots_per_replica": 256,
-        "max_staleness": 4,
-        "mode": "window",
-        "policy": "bounded",
-        "verl": "0",
-        "vllm": "0",
-    }
-    sizes = {"batch_groups": groups, "samples_per_group": samples, "replicas": replicas} | {"offered": more["total"]}
-    return RunSettings(arm=Arm.PR, experiment="made up", **(known | sizes | more))
+    sizes = {"batch_groups": groups, "samples_per_group": samples, "replicas": replicas, "offered": more["total"]}
+    return RunSettings(**{**SETTINGS, "arm": Arm.PR, **sizes, **more})
 
 
 def large_run(path, steps, calls, groups):

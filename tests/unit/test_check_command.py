@@ -26,7 +26,7 @@ def ended(monkeypatch, capsys, *arguments):
 
 
 QUICK = "--config-name=quickstart_cpu"
-MINI, WARM_UP = "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.optim.lr_warmup_steps"
+WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,6 @@ def model(tmp_path_factory):
 
 MISTAKES = [
     ([QUICK, "trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
-    (
-        [QUICK, "actor_rollout_ref.actor.optm.lr=1"],
-        "=1: no such key; did you mean actor_rollout_ref.actor.optim.lr?",
-    ),
     (["--config-name=recipe", "experiment=foo"], "Available options in 'experiment': dapo_math17k_1gpu_0.6b "),
     ([QUICK, "trainer.experiment_name=é"], "LexerNoViableAltException: trainer.experiment_name=é"),
     ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
@@ -101,16 +97,9 @@ def trainable(model, tmp_path, monkeypatch, resolved_config):
     return lambda *overrides: resolved_config("quickstart_cpu", *given, *overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (f"data.train_batch_size=8 {MINI}=8", r"data\.train_batch_size=8: at most 4, the prompts of data\.train_files"),
-        (f"{WARM_UP}=1000", rf"{WARM_UP}=1000: below \d+: the warm-up would outlast"),
-    ],
-)
-def test_training_that_its_data_is_too_short_for_is_refused(trainable, overrides, line):
-    with pytest.raises(ConfigError, match=line):
-        preflight.checked(trainable(*overrides.split()))
+def test_warm_up_that_would_outlast_the_training_is_refused(trainable):
+    with pytest.raises(ConfigError, match=rf"{WARM_UP}=1000: below \d+: the warm-up would outlast"):
+        preflight.checked(trainable(f"{WARM_UP}=1000"))
 
 
 def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, capsys, tmp_path):
@@ -126,9 +115,8 @@ def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, 
     few.data.train_batch_size = few.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     assert check_run(few) == WRONG
     lines = capsys.readouterr().out
-    assert (
-        "data.train_batch_size=8: at most 5, the prompts" in lines and "3 others have more than 64 tokens (the" in lines
-    )
+    assert "data.train_batch_size=8: at most 5, the prompts" in lines
+    assert "3 others have more than 64 tokens (the" in lines
 
 
 def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):

@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 import ray
+import yaml
 from msgspec import inspect
 from msgspec.inspect import type_info
 from omegaconf import OmegaConf
@@ -15,8 +16,11 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.config.keys import ConfigError, allowed, leaves
+from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import check_settings
-from recipe.partial_rollout.preflight.learning_rules import DUAL_CLIPS, NOT_UNDER_V1
+from recipe.partial_rollout.preflight.learning_rules import DUAL_CLIPS, LEARNING, NOT_UNDER_V1, TRAINING
+from recipe.partial_rollout.preflight.rule import broken, full
+from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
 from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
 from tests.unit.shared import check_config, settings_of
@@ -25,17 +29,12 @@ SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size
 QWEN = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
-FILTER, PENALTY = "algorithm.filter_groups", "algorithm=dapo reward.reward_kwargs"
+FILTER = "algorithm.filter_groups"
 FILTERS = f"{FILTER}.enable=True"
-SEPARATE, BACKEND, TP = (
-    f"{P}.placement=separate",
-    f"{ROLLOUT}.checkpoint_engine.backend",
-    f"{ROLLOUT}.tensor_model_parallel_size",
-)
+SEPARATE, TP = f"{P}.placement=separate", f"{ROLLOUT}.tensor_model_parallel_size"
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
-V1 = "trainer.use_v1=True"
-JOINS = "+ray_kwargs.ray_init.address=auto"
-MODEL_RM, LORA = f"{P}.reward_in_worker=False reward.reward_model", "actor_rollout_ref.model.lora"
+V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
+BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 
 
 @pytest.fixture
@@ -98,8 +97,6 @@ MISTAKES = {
     f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
     "data.gen_batch_size=7": "must equal data.train_batch_size=4, or be null",
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
-    f"{ROLLOUT}.calculate_log_probs=False": "True if partial_rollout.enable=True: samples span",
-    f"{P}.drain=0": "partial_rollout.drain=0: true or false",
     f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; or, with partial_rollout.mode=april",
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size is at least 1",
     **{f"{V1} algorithm.adv_estimator={name}": "any other if trainer.use_v1=True: verl's v1" for name in NOT_UNDER_V1},
@@ -114,44 +111,24 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
     "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
-    f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",
-    "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
-    "trainer.resume_mode=resume_path": "trainer.resume_from_path=None: an existing",
-    "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
-    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: the engine",
-    f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
-    f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss after",
-    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
-    "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
-    "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
+    "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1; or null (no dual clip)",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence if",
-    f"{P}.correction=none {CORRECTION}.rollout_is=token": "null if partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
-    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
-    f"{P}.enable=False {P}.placement=separate": "colocated if partial_rollout.enable=False",
-    f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: must be False if {P}.resume_kv=keep and",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
     f"algorithm=grpo_passk {ROLLOUT}.n=1": "at least 2 if algorithm.adv_estimator=grpo_passk, whose",
-    f"{FILTERS} {P}.enable=False": f"{FILTERS}: must be False if partial_rollout.enable=False: verl's v0 trainer",
     f"{FILTERS} {FILTER}.max_num_gen_batches=1": "0 for no limit, or at least 2",
-    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": f"one of 1, null if {FILTERS}: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
-    f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
     # a split that cannot work
-    f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
+    f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
     f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
     f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
-    f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
-    f"{BACKEND}=nccl": f"backend=nccl: must be naive if {P}.placement=colocated",
-    "+trainer.remove_previous_ckpt_in_save=True": "False: trainer.max_actor_ckpt_to_keep=1 takes its place",
 }
 """overrides, and a part of the error; it also has the last override, unless it names another key"""
 
@@ -178,14 +155,11 @@ VERLS_MISTAKES = {
     "trainer.n_gpus_per_node='8'": "an integer of at least 1 (this is text; to read a number from an environment variable",
     # keys that nothing reads
     "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
-    f"+{ROLLOUT}.swap_space=3": "unexpected keyword argument 'swap_space'",
     f"{ACTOR}.grad_clip=0.5": f"verl's default, 1.0, because verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
     "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "verl 0.9.1 reads the keys of reward instead",
-    f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "a number above 0",
     "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself (Jinja text)",
-    "data.use_shm=True": "False: verl would read an old copy in /dev/shm",
     f"{LOSS}=geo_mean": "any other: verl averages this loss in each micro-batch",
     f"{ACTOR}.checkpoint.save_contents=[optimizer]": "without model",
     f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
@@ -201,7 +175,6 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
-    "reward.custom_reward_function.path=pkg://math reward.custom_reward_function.name=cos": "function that takes data_s",
     "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
     "trainer.default_local_dir=/proc/run": "a directory that this user can write",
 }
@@ -214,6 +187,35 @@ def test_what_verl_finds_out_late_or_never_is_refused_for_both_arms(configure, o
         with pytest.raises(ConfigError) as caught:
             check_config(configure(f"{P}.enable={arm}", *overrides.split()))
         assert VERLS_MISTAKES[overrides] in str(caught.value) and "\n" not in str(caught.value)
+
+
+LISTING = [
+    rule
+    for rule in (*TRAINING, *LEARNING, *_ENGINES, *_PARTIAL_ROLLOUT)
+    if rule.holds.__qualname__.startswith(("only.", "one_of.")) and all(isinstance(when, str) for when in rule.when)
+]
+"""rules that list the values of one key"""
+UNDECLARED = (
+    *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class", DRAFTS),
+    f"{ACTOR}.megatron.router_replay.mode",
+)
+"""keys that verl reads without declaring them for FSDP"""
+
+
+@pytest.mark.parametrize("rule", LISTING, ids=lambda rule: rule.key)
+def test_value_that_a_rule_does_not_list_is_refused_where_the_rule_applies(resolved_config, rule):
+    config = resolved_config("quickstart_cpu")
+    for key, _, value in (condition.partition("=") for condition in rule.when):
+        # It raises where there is no such key.
+        OmegaConf.update(config, full(key), yaml.safe_load(value))
+    check_verl_keys(config)
+    PartialRolloutConfig.from_config(config)
+    # Without a reward model verl's defaults, and the quick start's, are listed.
+    assert config.reward.reward_model.enable or not [*broken([rule], config)]
+    OmegaConf.update(config, full(rule.key), "other", force_add=full(rule.key) in UNDECLARED)
+    (error,) = broken([rule], config)
+    assert str(error).startswith((f"{full(rule.key)}=other: must be ", f"{full(rule.key)}=other: one of "))
+    assert all(full(condition) in str(error) for condition in rule.when) and "\n" not in str(error)
 
 
 def beyond(kind):
@@ -303,7 +305,6 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above(configure
     ("variable", "override", "words"),
     [
         ("RAY_TMPDIR", "", r"_temp_dir=None: a path of at most 43 bytes, because .*; null means /tmp/d+/ray, from"),
-        ("TMPDIR", "", r"_temp_dir=None: a path of at most 43 bytes, because .*; null means /tmp/d+/ray, from"),
         ("MINE", "trainer.nnodes=2", r"nnodes=2: 1 \(NNODES=1\), or a Ray cluster: `ray start --head`"),
     ],
 )

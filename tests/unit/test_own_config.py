@@ -1,4 +1,4 @@
-"""What a command makes of its config: one of the user's own that extends ours, and the jobs of a multirun."""
+"""What a command makes of its config: one of the user's own that extends ours, its paths, the jobs of a multirun."""
 
 import os
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
+
+from recipe.partial_rollout.preflight.verl_keys import write_in_full
 
 ROOT = Path(__file__).resolve().parents[2]
 MY_JOB = """\
@@ -41,3 +43,29 @@ def test_every_job_of_a_multirun_is_checked(tmp_path):
     done = run(tmp_path, "main_ppo", *given, "actor_rollout_ref.model.path=none", "data.train_files=none.parquet")
     assert done.returncode == 2, done.stderr
     assert "config error: partial_rollout.overlap=-3" in done.stderr and "overlap 0.5" in done.stdout
+
+
+def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, monkeypatch):
+    """They mean the same wherever a process of the run was started."""
+    for name in ("model", "train.parquet", "val.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hub, far, package = "Qwen/Qwen3-0.6B", "hdfs://far/val.parquet", "pkg://mine.manager"
+    paths = {
+        "actor_rollout_ref.model.path": ("model", f"{tmp_path}/model"),
+        "actor_rollout_ref.model.tokenizer_path": (hub, hub),
+        "data.train_files": ("train.parquet", f"{tmp_path}/train.parquet"),
+        "data.val_files": (["val.parquet", far], [f"{tmp_path}/val.parquet", far]),
+        "reward.custom_reward_function.path": ("reward.py", f"{tmp_path}/reward.py"),
+        "reward.reward_manager.module.path": (package, package),
+        "trainer.default_local_dir": ("outputs/run", f"{tmp_path}/outputs/run"),
+        "trainer.rollout_data_dir": ("~/dumps", f"{tmp_path}/dumps"),
+        "trainer.validation_data_dir": (None, None),
+        "trainer.project_name": ("model", "model"),
+    }
+    config = OmegaConf.create({})
+    for key, (given, _) in paths.items():
+        OmegaConf.update(config, key, given, force_add=True)
+    write_in_full(config)
+    assert {key: OmegaConf.select(config, key) for key in paths} == {key: wanted for key, (_, wanted) in paths.items()}

@@ -20,13 +20,7 @@ from recipe.partial_rollout.tasks.pictures import model as architecture
 from recipe.partial_rollout.tasks.pictures.dataset import to_row, write_dataset
 from recipe.partial_rollout.tasks.pictures.picture import COLOURS, draw, encoded, opened
 from recipe.partial_rollout.tasks.pictures.tokenizer import IMAGE, VOCABULARY, build_tokenizer
-from recipe.partial_rollout.tasks.pictures.warm_start import (
-    IGNORED,
-    PLACEHOLDERS,
-    TOKENS,
-    draw_batches,
-    take_language,
-)
+from recipe.partial_rollout.tasks.pictures.warm_start import IGNORED, PLACEHOLDERS, TOKENS, draw_batches, take_language
 
 DIGITS = VOCABULARY.index("0")
 
@@ -38,28 +32,26 @@ def problems(seed):
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """The task as it ships."""
+def model(tmp_path_factory):
+    """The task's model as it ships."""
     folder = tmp_path_factory.mktemp("pictures") / "task"
-    parameters = ready_start.Parameters()
-    assert ready_start.make_task(folder, parameters, task="pictures") == "unpacked from the package"
-    return folder
+    made = ready_start.make_task(folder, ready_start.Parameters(), task="pictures")
+    assert made == "unpacked from the package"
+    return Qwen3VLForConditionalGeneration.from_pretrained(folder / "model").eval()
 
 
 def test_row_has_a_picture_in_place_of_the_target(tmp_path):
     validation = draw_validation(4, 0)
     write_dataset(tmp_path, 12, validation, 0)
-    rows = [
-        row for split in ("train", "val") for row in pd.read_parquet(tmp_path / f"{split}.parquet").to_dict("records")
-    ]
-    assert len(rows) == 16
-    for row in rows:
+    train, val = (pd.read_parquet(tmp_path / f"{split}.parquet").to_dict("records") for split in ("train", "val"))
+    assert (len(train), len(val)) == (12, 4)
+    for row in train + val:
         (asked,), (image,) = row["prompt"], row["images"]
         truth = row["reward_model"]["ground_truth"]
         assert asked["content"].replace("<image>", truth[-3]) == truth and opened(image["bytes"]).size == (64, 64)
         assert compute_score("clock10", "!+", truth) in (0.0, 1.0)
     again = [to_row(problem, index, "val", 0) for index, problem in enumerate(validation)]
-    assert [row["images"][0]["bytes"] for row in again] == [row["images"][0]["bytes"] for row in rows[12:]]
+    assert [row["images"][0]["bytes"] for row in again] == [row["images"][0]["bytes"] for row in val]
 
 
 def test_pictures_of_a_target_differ_and_no_two_targets_share_one():
@@ -97,19 +89,16 @@ def test_processor_that_is_saved_is_the_warm_starts(tmp_path):
 
 def test_language_part_begins_as_clock10s_model(tmp_path):
     ready_start.make_task(tmp_path / "task", ready_start.Parameters())
-    clock10, ours = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model").eval(),
-        architecture.build_model(0).eval(),
-    )
+    clock10 = AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model").eval()
+    ours = architecture.build_model(0).eval()
     take_language(ours)
     ids = build_tokenizer().encode("<|im_start|>user\n3?4=_?2=_-8=0", add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
         torch.testing.assert_close(ours(input_ids=ids).logits, clock10(input_ids=ids).logits, atol=1e-4, rtol=0)
 
 
-def test_warm_start_reads_pictures_and_says_no_placeholder(task):
+def test_warm_start_reads_pictures_and_says_no_placeholder(model):
     """Else an engine, which never samples a placeholder, has other log-probs than the trainer."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(task / "model").eval()
     batches = draw_batches(build_tokenizer(), problems("held out"), 1)
     right, digits, minus, equals, newline = [], slice(DIGITS, DIGITS + 10), *map(VOCABULARY.index, "-=\n")
     for inputs, labels in islice(batches, 4):
@@ -123,9 +112,8 @@ def test_warm_start_reads_pictures_and_says_no_placeholder(task):
     assert len(torch.cat(right)) > 100 and torch.cat(right).float().mean() > 0.8
 
 
-def test_warm_start_copies_the_operands_of_a_problem_with_a_picture(task):
+def test_warm_start_copies_the_operands_of_a_problem_with_a_picture(model):
     """A picture has six tokens where clock10's text has one, so what is copied lies at other distances."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(task / "model").eval()
     tokenizer, copied = build_tokenizer(), []
     for inputs, labels in islice(draw_batches(tokenizer, problems("others"), 1), 8):
         own = {"pixel_values": inputs["pixel_values"][:16], "image_grid_thw": inputs["image_grid_thw"][:1]}

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.partial_rollout import main_ppo
+from recipe.partial_rollout.config.keys import leaves
 from recipe.partial_rollout.tools.check import command as checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,17 +34,9 @@ def build(resolved_config):
     return lambda experiment, arm, *more: resolved_config("recipe", f"experiment={experiment}", f"arm={arm}", *more)
 
 
-def flat(node, at=""):
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{at}{key}.")
-        else:
-            yield at + key, value
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_arms_differ_in_placement_alone_and_the_longest_sample_fits(build, experiment):
-    keys = {arm: dict(flat(OmegaConf.to_container(build(experiment, arm)))) for arm in ARMS}
+    keys = {arm: dict(leaves(OmegaConf.to_container(build(experiment, arm)))) for arm in ARMS}
     for one, other in pairwise(keys):
         names = sorted({*keys[one], *keys[other]})
         differing = {name for name in names if keys[one].get(name) != keys[other].get(name)}

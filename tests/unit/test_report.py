@@ -32,9 +32,8 @@ def summary_of(path):
 
 
 def compared(tmp_path, *, base=None, other=None):
-    first = build_run(tmp_path / "a", **(base or {}))
-    second = build_run(tmp_path / "b", arm="PR", **(other or {}))
-    return compare([load_run(first), load_run(second)])
+    runs = build_run(tmp_path / "a", **(base or {})), build_run(tmp_path / "b", arm="PR", **(other or {}))
+    return compare([*map(load_run, runs)])
 
 
 def in_turns(path):
@@ -114,9 +113,7 @@ def test_published_table_of_runs_has_a_line_a_run(tmp_path, capsys):
     assert "| a | noPR | fsdp2, vLLM 0.0, in turn | 3 | 0:51 | 0.150 @8 |" in text
     assert r"| b\|2 | PR, window |" in text
     assert "<td>0.150 @8</td>" in (tmp_path / "out/report.html").read_text()
-    report = json.loads((tmp_path / "out/report.json").read_text())["runs"]["a"]
-    assert report["validation"]["scores"]["maj@8"] == {"math/acc": 0.125, "aime/acc": 0.25}
-    assert (report["total_s"], report["steps"], report["run"]["mode"]) == (3060, 3, "window")
+    assert json.loads((tmp_path / "out/report.json").read_text())["runs"]["a"]["total_s"] == 3060
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------
@@ -127,9 +124,8 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path, cap
     runs = [str(build_run(tmp_path / name / "seed_1", **settings)) for name, settings in arms.items()]
     assert main([*runs, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {name: run["step_s"] for name, run in report["runs"].items()} == {
-        "plain/seed_1": 40, "pr_1/seed_1": 30, "pr_2/seed_1": 40
-    }  # fmt: skip
+    step_s = {name: run["step_s"] for name, run in report["runs"].items()}
+    assert step_s == {"plain/seed_1": 40, "pr_1/seed_1": 30, "pr_2/seed_1": 40}
     against = report["against_base"]["pr_1/seed_1"]
     assert against["ratios"]["step_s"] == pytest.approx(0.75) and against["differences"] == []
     assert "0.75 of its step time" in capsys.readouterr().out
@@ -223,12 +219,12 @@ def test_round_without_timers_is_left_out_with_a_warning(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.jsonl"])
 def test_missing_file_is_one_clear_line_and_status_2(tmp_path, name, capsys):
-    runs = [build_run(tmp_path / "a"), build_run(tmp_path / "b", arm="PR")]
-    (runs[1] / name).unlink()
-    assert main(list(map(str, runs))) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {runs[1] / name}: cannot be read (No such file or directory)")
-    assert "give the directory of a run" in error and error.count("\n") == 1
+    run = build_run(tmp_path / "a")
+    (run / name).unlink()
+    assert main([str(run)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {run / name}: cannot be read (No such file or directory)")
+    assert "give the directory of a run" in error
 
 
 # -- separate placement: what ran when ---------------------------------------------------------------------------------

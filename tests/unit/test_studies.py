@@ -96,14 +96,12 @@ def test_complete_run_is_not_trained_again_nor_taken_for_another(tmp_path, monke
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
-def build_run(
-    held_out=(0.5, 0.6, 0.9, 0.92, 0.91, 0.95), *, arm="noPR", rate=3e-4, start=0, seed=1, step_s=2.0, **series
-):
+def build_run(held_out, *, arm="noPR", rate=3e-4, seed=1, step_s=2.0, **series):
     """A run validated after every step, of two seconds each."""
     steps = len(held_out)
-    known = {"rollout_s": (1.0,) * steps, "step_s": (step_s,) * steps, "length": (100.0,) * steps, **series}
-    known = dict.fromkeys(SERIES, ()) | known
-    return LearningRun(arm, rate, start, seed, (), "task", "abc", tuple(range(1, steps + 1)), tuple(held_out), known)
+    known = {"rollout_s": (1.0,) * steps, "step_s": (step_s,) * steps, "length": (100.0,) * steps}
+    known = dict.fromkeys(SERIES, ()) | known | series
+    return LearningRun(arm, rate, 0, seed, (), "task", "abc", tuple(range(1, steps + 1)), tuple(held_out), known)
 
 
 def test_figures_of_a_run_are_means_of_three_validations():

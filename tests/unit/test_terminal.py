@@ -103,10 +103,9 @@ def test_libraries_print_to_a_file_and_the_recipe_to_the_terminal(tmp_path):
     first, *lines = run.stdout.splitlines()
     assert str(file) in first and lines == ["a step \\ud800", "the end"]
     assert "1/2" in run.stderr and run.stderr.splitlines()[-1] == "a warning"
-    printed = {"python, before the run has a directory", "C", "a child", "a traceback"}
-    assert (
-        file.read_text().splitlines()[0] == "of the start before" and set(file.read_text().splitlines()[1:]) == printed
-    )
+    before, *printed = file.read_text().splitlines()
+    assert before == "of the start before"
+    assert set(printed) == {"python, before the run has a directory", "C", "a child", "a traceback"}
 
 
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "os._exit(1)", "known_end(), os._exit(1)"])
@@ -114,11 +113,10 @@ def test_process_that_ends_without_a_word_leaves_one_on_the_terminal(tmp_path, e
     program = LIBRARIES.replace('print("a traceback", file=sys.stderr)', f"os.write(2, b'The raylet died.'), {ends}")
     asked = [sys.executable, "-c", program, str(tmp_path / "output.log")]
     run = subprocess.run(asked, capture_output=True, text=True, timeout=60)
-    last = run.stderr.splitlines()[-1]
-    assert run.returncode and (last == "a warning" if "known" in ends else last == "The raylet died."), run.stderr
-    assert (f"the process ended without an error of its own: see {tmp_path}/output.log" in run.stderr) != (
-        "known" in ends
-    )
+    assert run.returncode
+    own, said = "known" in ends, f"the process ended without an error of its own: see {tmp_path}/output.log"
+    assert run.stderr.splitlines()[-1] == ("a warning" if own else "The raylet died.")
+    assert (said in run.stderr) != own
 
 
 def test_recipes_warnings_pass_a_muted_root_logger(monkeypatch, capsys):
@@ -174,29 +172,23 @@ def filtered(step, groups, total, differ=0):
     return {"training/global_step": step, **{f"partial_rollout/filter/{name}": each for name, each in names.items()}}
 
 
-def test_discarded_groups_are_counted_in_each_step_and_at_the_end(log_of):
+def test_discarded_groups_are_counted_and_those_of_different_scores_warned_of_once(log_of):
     log, lines = log_of()
-    log.extend(filtered(1, 36, 36), 1)
-    log.extend(filtered(2, 0, 36), 2)
-    said = [line.rpartition(" | ")[2] for line in lines]
-    assert said == ["discarded 36 of 40 groups (equal acc)", "discarded 0 of 4 groups (equal acc)"]
-    assert log.data_ended(2) == (
-        "the training ends after step 2 of 20, because the data has no more prompts (trainer.total_epochs=2): "
-        "dynamic sampling discarded 36 of 44 groups (equal acc)"
+    for step, (groups, total, differ) in enumerate(((36, 36, 0), (0, 36, 0), (4, 40, 4), (4, 44, 4)), 1):
+        log.extend(filtered(step, groups, total, differ), step)
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert "in step 3" in warning and "4 groups whose samples have the same acc and different scores" in warning
+    assert "algorithm.filter_groups.metric=seq_final_reward" in warning
+    said = [line.rpartition(" | ")[2] for line in lines if line != warning]
+    assert said[:2] == ["discarded 36 of 40 groups (equal acc)", "discarded 0 of 4 groups (equal acc)"]
+    assert log.data_ended(4) == (
+        "the training ends after step 4 of 20, because the data has no more prompts (trainer.total_epochs=2): "
+        "dynamic sampling discarded 44 of 60 groups (equal acc)"
     )
     # A resumed process counts what the others discarded.
     resumed, _ = log_of()
     resumed.extend(filtered(10, 6, 1360), 10)
     assert "discarded 1,360 of 1,400 groups" in resumed.data_ended(10)
-
-
-def test_groups_of_different_scores_that_are_discarded_are_warned_of_once(log_of):
-    log, lines = log_of()
-    for step, differ in enumerate((0, 36, 36), 1):
-        log.extend(filtered(step, 36, 36 * step, differ), step)
-    (warning,) = [line for line in lines if line.startswith("warning")]
-    assert "in step 2" in warning and "36 groups whose samples have the same acc and different scores" in warning
-    assert "algorithm.filter_groups.metric=seq_final_reward" in warning
 
 
 # -- a sample of step 1 --------------------------------------------------------------------------------------------------
@@ -220,24 +212,18 @@ def batch_of(prompt, response, trained, score=None):
 
 def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(log_of, tmp_path):
     log, lines = log_of()
-    log.show(batch_of("2+2=", "call:4. Four", "111110001111", score=0.5), 1, LETTERS)
     log.show(batch_of("x", "y", "1"), 2, LETTERS)
-    assert (
-        lines
-        == [(tmp_path / "sample.txt").read_text()]
-        == [
-            "-- one sample of step 1: the end of its prompt\n2+2=\n"
-            "-- its response: 12 tokens, 9 of them trained\n"
-            "call:[masked]4. [/masked]Four\n-- its reward: 0.5\n"
-        ]
+    log.show(batch_of("2+2=", "call:4. Four", "111110001111", score=0.5), 1, LETTERS)
+    said = (
+        "-- one sample of step 1: the end of its prompt\n2+2=\n"
+        "-- its response: 12 tokens, 9 of them trained\n"
+        "call:[masked]4. [/masked]Four\n-- its reward: 0.5\n"
     )
-
-
-def test_long_sample_is_cut_and_one_without_a_score_says_so(log_of):
-    log, lines = log_of()
+    assert lines == [said] and (tmp_path / "sample.txt").read_text() == said
+    # A long one is cut.
     log.show(batch_of("a" * 3000 + "end", "b" * 900 + "c" * 900, "1" * 1800), 1, LETTERS)
-    assert f"prompt\n{'a' * 797}end\n" in lines[0] and f"\n{'b' * 800}\n...\n{'c' * 800}\n" in lines[0]
-    assert "its reward: not known yet" in lines[0]
+    assert f"prompt\n{'a' * 797}end\n" in lines[1] and f"\n{'b' * 800}\n...\n{'c' * 800}\n" in lines[1]
+    assert "its reward: not known yet" in lines[1]
 
 
 # -- the end, and a policy that runs away from its samples -----------------------------------------------------------------
@@ -253,10 +239,8 @@ def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, en
     (run_dir / "global_step_3" / "actor").mkdir(parents=True)
     parts = {"actor": {"strategy": strategy}, "model": {"lora_rank": lora}}
     config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
-    tools, paths = (
-        "python -m recipe.partial_rollout.tools",
-        f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'",
-    )
+    tools = "python -m recipe.partial_rollout.tools"
+    paths = f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
     assert step_log.last_lines(OmegaConf.create({**config, "actor_rollout_ref": parts}), 3).split("\n  ") == [
         f"finished after step 3: the run is in {run_dir}. Next:",
         f"{tools} report '{run_dir}'",
@@ -288,9 +272,8 @@ WELL = [0.0002] * 8
         ([*WELL, 0.0085, 0.0001, 0.0157], [9, 11]),
         # Large while much is learnt, and a floor below which factors mean nothing.
         ([0.0, 0.0002, 0.0009, 0.0007, 0.0002, 0.0001, 0.0001, 0.00001, 0.0019, 0.0005], []),
-        # First steps, and a run that always was far off.
-        ([0.02, 0.3, 0.02, 0.03, 0.02], []),
-        ([0.02] * 10, []),
+        # First steps of a run that always was far off.
+        ([0.02, 0.3, *[0.02] * 10], []),
         # A figure that is no number hides no later drift.
         ([*WELL, inf, 0.0002, 0.5], [11]),
     ],
