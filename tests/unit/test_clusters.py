@@ -107,6 +107,8 @@ def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables
 def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm, log, tmp_path):
     process = slurm(*RECIPE, "trainer.save_freq=5")
     until((tmp_path / "trains").exists, process)
+    # The nodes start in the background, and may say so later than the trainer.
+    until(lambda: sum(call.startswith("srun") for call in log()) == 2, process)
     calls = log()
     common = "srun --nodes=1 --ntasks=1 --cpus-per-task=64"
     node, size = "bash run_scripts/slurm_recipe.sh --node", "--num-gpus=8 --num-cpus=64"
