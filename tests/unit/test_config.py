@@ -33,6 +33,7 @@ FILTER = "algorithm.filter_groups"
 FILTERS = f"{FILTER}.enable=True"
 SEPARATE, TP = f"{P}.placement=separate", f"{ROLLOUT}.tensor_model_parallel_size"
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
+MODEL_RM = f"{P}.reward_in_worker=False reward.reward_model"
 V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
 BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 
@@ -97,6 +98,7 @@ MISTAKES = {
     f"{ACTOR}.ppo_mini_batch_size=3": "a divisor of data.train_batch_size=4",
     "data.gen_batch_size=7": "must equal data.train_batch_size=4, or be null",
     f"{ROLLOUT}.max_model_len=500": "response_length=1536: with prompt_length=64 it must fit",
+    f"{ROLLOUT}.calculate_log_probs=False": "True if partial_rollout.enable=True: samples span",
     f"{P}.overlap=-0.5": "partial_rollout.overlap=-0.5: at least 0; or, with partial_rollout.mode=april",
     f"{P}.overlap=-0.9 {P}.mode=april": "data.train_batch_size is at least 1",
     **{f"{V1} algorithm.adv_estimator={name}": "any other if trainer.use_v1=True: verl's v1" for name in NOT_UNDER_V1},
@@ -111,24 +113,43 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
     "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
-    "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
+    f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",
+    "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True": "False if partial_rollout.enable=True: the engine",
+    f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
+    f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
+    "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
+    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss after",
+    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
+    "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
+    "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
+    "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1; or null (no dual clip)",
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence if",
+    f"{P}.correction=none {CORRECTION}.rollout_is=token": "null if partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
+    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
+    f"{P}.enable=False {P}.placement=separate": "colocated if partial_rollout.enable=False",
+    f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: must be False if {P}.resume_kv=keep and",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
     f"algorithm=grpo_passk {ROLLOUT}.n=1": "at least 2 if algorithm.adv_estimator=grpo_passk, whose",
+    f"{FILTERS} {P}.enable=False": f"{FILTERS}: must be False if partial_rollout.enable=False: verl's v0 trainer",
     f"{FILTERS} {FILTER}.max_num_gen_batches=1": "0 for no limit, or at least 2",
+    f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": f"one of 1, null if {FILTERS}: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
+    f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
     # a split that cannot work
+    f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
-    f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
     f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
     f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
+    f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
+    f"{BACKEND}=nccl": f"backend=nccl: must be naive if {P}.placement=colocated",
+    "+trainer.remove_previous_ckpt_in_save=True": "False: trainer.max_actor_ckpt_to_keep=1 takes its place",
 }
 """overrides, and a part of the error; it also has the last override, unless it names another key"""
 
@@ -157,9 +178,11 @@ VERLS_MISTAKES = {
     "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
     f"{ACTOR}.grad_clip=0.5": f"verl's default, 1.0, because verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
     "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "verl 0.9.1 reads the keys of reward instead",
+    f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "a number above 0",
     "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself (Jinja text)",
+    "data.use_shm=True": "False: verl would read an old copy in /dev/shm",
     f"{LOSS}=geo_mean": "any other: verl averages this loss in each micro-batch",
     f"{ACTOR}.checkpoint.save_contents=[optimizer]": "without model",
     f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
