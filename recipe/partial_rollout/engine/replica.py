@@ -1,7 +1,5 @@
 """verl's vLLM replica whose server can be interrupted at once or held, reports failed syncs, and can keep KV blocks.
 
-It also reports the size of its KV cache, and how often the engine preempted a request for lack of blocks.
-
 Interruption: verl's server closes its gate before it pauses the engine, and then waits until every request that has
 passed the gate is *admitted*, so that the pause covers it. verl counts a request as admitted at its first output. A
 request that vLLM still queues, for lack of a seat or of KV blocks, has no output: verl's interruption would first
@@ -228,7 +226,6 @@ class RecipeVLLMServer(vLLMHttpServer):
         A watermark or scheduler that the user has set stays. A vLLM release that is not tested keeps its own scheduler.
         The first replica prints its model runner and its kind of scheduling.
         """
-        # What the user has set stays.
         if hasattr(args, "watermark"):
             args.watermark = args.watermark or (self.config.custom or {}).get("kv_headroom", 0.0)
         if releases.is_tested():
