@@ -73,7 +73,7 @@ class Life:
     def __init__(self, restarts=1, trainers=(), manager=None, tokens=(), deadlines=QUICK):
         self.workers = [self._spawn() for _ in range(2)]
         self.connected, self.killed, self.stop = [], [], StopSignals()
-        self.connecting_s = 0.0
+        self.connecting_s, self.dies = 0.0, None
         self.manager = manager or AsyncMock(**{"release_worker.return_value": 3})
         tokens = itertools.chain(tokens, itertools.repeat(0))
 
@@ -92,6 +92,8 @@ class Life:
         return FakeWorker(self._connect)
 
     async def _connect(self, worker, name, manager, slots, servers, place):
+        if name == self.dies:
+            raise ActorDiedError
         # Until it has started it answers nothing.
         worker.hangs.add("__ray_ready__")
         await asyncio.sleep(self.connecting_s)
@@ -155,6 +157,18 @@ async def test_worker_that_fails_or_dies_once_too_often_ends_the_wait_by_name(er
         one.workers[0].ended.set_exception(error)
         with pytest.raises(RolloutFailedError, match=said):
             await one.guard.wait(hangs(), "the round", key=None)
+
+
+async def test_worker_that_dies_while_it_starts_is_named():
+    one = Life()
+    one.dies = "agent_loop_worker_1"
+    with pytest.raises(RolloutFailedError, match=r"agent_loop_worker_1 died during its start: ActorDiedError"):
+        await one.guard.start()
+    async with life() as one:
+        one.dies = "agent_loop_worker_0.2"
+        one.workers[0].ended.set_exception(RayActorError())
+        with pytest.raises(RolloutFailedError, match=r"agent_loop_worker_0\.2 died during its start: ActorDiedError"):
+            await one.batch()
 
 
 async def test_worker_that_ray_cannot_reach_for_a_moment_is_asked_again():

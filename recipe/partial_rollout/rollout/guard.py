@@ -179,7 +179,12 @@ class Guard:
     # -- the workers' life -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect every worker to the manager and the replicas, and let it serve."""
+        """Connect every worker to the manager and the replicas, and let it serve.
+
+        Raises:
+            RolloutFailedError: a worker died.
+            NoAnswerError: a worker did not start in time.
+        """
         await asyncio.gather(*[self._start(i) for i in range(len(self._workers))])
 
     async def _start(self, i: int) -> None:
@@ -187,7 +192,10 @@ class Guard:
         connecting = self._workers[i].connect.remote(
             self._names[i], self._manager, run.slots.of_a_worker(count), run.control.servers, i / count
         )
-        await wait(connecting, START_S, f"starting {self._names[i]}")
+        try:
+            await wait(connecting, START_S, f"starting {self._names[i]}")
+        except RayActorError as error:
+            raise RolloutFailedError(f"{self._names[i]} died during its start: {one_line(error)}") from error
         self._serve(i)
 
     def _serve(self, i: int) -> None:
