@@ -14,6 +14,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
+from recipe.partial_rollout.tools.check import command
 from recipe.partial_rollout.tools.check.command import MISSING, WRONG, check_run
 
 
@@ -102,7 +103,7 @@ def test_warm_up_that_would_outlast_the_training_is_refused(trainable):
         preflight.checked(trainable(f"{WARM_UP}=1000"))
 
 
-def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, capsys, tmp_path):
+def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, capsys, tmp_path, monkeypatch):
     contents = ["1" * 700, *("1" * length for length in (10, 700, 900)), *["1+1"] * 4]
     few = trainable("data.max_prompt_length=720", "actor_rollout_ref.rollout.max_model_len=4096")
     rows = [{**ROW, "prompt": [{"role": "user", "content": content}]} for content in contents]
@@ -111,12 +112,13 @@ def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, 
     lines = capsys.readouterr().out
     assert "prompts         7, 1 steps an epoch; 1 others have more than 720 tokens (the longest has 908)\n" in lines
     assert r"708 tokens: '<|im_start|>user\n1111" in lines and r"1' ... '1111" in lines and r"assistant\n'" in lines
+    monkeypatch.setattr(command, "MOST_TRIED", 4)
     few.data.max_prompt_length = 64
     few.data.train_batch_size = few.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     assert check_run(few) == WRONG
     lines = capsys.readouterr().out
     assert "data.train_batch_size=8: at most 5, the prompts" in lines
-    assert "3 others have more than 64 tokens (the" in lines
+    assert "5 (4 of them were tried), 0 steps an epoch; 3 others have more than 64 tokens (the" in lines
 
 
 def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):

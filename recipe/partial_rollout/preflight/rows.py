@@ -35,10 +35,10 @@ from recipe.partial_rollout.worker.pictures import SEES, Pictures
 _LOOP = "agent_name"
 """column that names a row's agent loop"""
 _VERLS_LOOPS = {"single_turn_agent", "tool_agent"}
-_ROWS = 256
+MOST_TRIED = 256
 """most rows that are tried, at even distances over the dataset, because its first rows may hold null"""
 _SEEN = 16
-"""most of the ``_ROWS`` rows whose images are processed; this takes up to 0.1 s a megapixel"""
+"""most of the ``MOST_TRIED`` rows whose images are processed; this takes up to 0.1 s a megapixel"""
 _PIXEL_COPIES = 12
 """copies of a batch's pixels in the memory of the driver's node: 3 in the driver, up to 6 in Ray's store, others in
 trainers"""
@@ -122,7 +122,7 @@ def check_rows(
     """Refuse rows that verl cannot read, whose prompt does not reach the model whole, or that no checkpoint can hold.
 
     Under partial rollout refuse media other than images, and images whose batch does not fit into this machine's
-    memory. At most ``_ROWS`` rows are tried.
+    memory. At most ``MOST_TRIED`` rows are tried.
 
     Args:
         dataset: made from the files that ``key`` names.
@@ -138,7 +138,7 @@ def check_rows(
         "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
     )
     pixels: list[int] = []
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _ROWS)).astype(int).tolist():
+    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), MOST_TRIED)).astype(int).tolist():
         with refusing(key, value, f"{words}; row {numbers[i]} is not such a row"):
             row = dataset[i]
             kinds = kinds_of(row.get(MESSAGES))
@@ -150,16 +150,8 @@ def check_rows(
                 pixels.append(_checked_pixels(config, dataset, row, renderer))
             if verls:
                 int(row.get("priority", 0))
-        if settings.enable and (others := kinds & {"video", "audio"}):
-            words = (
-                f"rows of text and images, with partial_rollout.enable=True; row {numbers[i]} has {', '.join(others)}"
-            )
-            raise fail(key, value, words)
-        if settings.enable and "image" in kinds and not hasattr(renderer, "get_rope_index"):
-            allowed = (
-                f"a {SEES}, the models whose images partial rollout trains; partial_rollout.enable=False trains others"
-            )
-            raise fail("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, allowed)
+        if settings.enable:
+            _check_media(config, key, numbers[i], kinds, renderer)
         try:
             kept = closed_row(row) if saved else {}
             pack({column: value for column, value in kept.items() if not isinstance(value, torch.Tensor)})
@@ -168,6 +160,18 @@ def check_rows(
             raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
     if settings.enable and pixels:
         _check_memory(key, value, config.data.train_batch_size * float(np.mean(pixels)))
+
+
+def _check_media(config: DictConfig, key: str, number: int, kinds: set[str], renderer: Any) -> None:
+    """Raise ``ConfigError`` if row ``number`` has media, of ``kinds``, that partial rollout does not train."""
+    if others := kinds & {"video", "audio"}:
+        words = f"rows of text and images, with partial_rollout.enable=True; row {number} has {', '.join(others)}"
+        raise fail(key, at(config, key), words)
+    if "image" in kinds and not hasattr(renderer, "get_rope_index"):
+        allowed = (
+            f"a {SEES}, the models whose images partial rollout trains; partial_rollout.enable=False trains others"
+        )
+        raise fail("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, allowed)
 
 
 def _checked_pixels(config: DictConfig, dataset: Any, row: Mapping[str, Any], processor: Any) -> int:

@@ -21,7 +21,7 @@ from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig, engine_devices, trainer_devices, verls_own
 from recipe.partial_rollout.preflight import Checked, Kind
 from recipe.partial_rollout.preflight.inputs import cpus_for_ray
-from recipe.partial_rollout.preflight.rows import dataset_of, file_rows, processed, rendering_of
+from recipe.partial_rollout.preflight.rows import MOST_TRIED, dataset_of, file_rows, processed, rendering_of
 from recipe.partial_rollout.preflight.rule import replica_devices
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.tools.check import machine
@@ -151,8 +151,9 @@ def _prompts(config: DictConfig, checked: Checked) -> str:
     kept, numbers = {*file_rows(fit)}, file_rows(of_any_length)
     lengths = [len(_ids(config, checked, of_any_length, i)) for i, row in enumerate(numbers) if row not in kept]
     longest = f" (the longest has {max(lengths):,})" if lengths else ""
+    tried = f" ({MOST_TRIED} of them were tried)" if len(fit) > MOST_TRIED else ""
     return (
-        f"{len(fit):,}, {len(fit) // config.data.train_batch_size:,} steps an epoch; "
+        f"{len(fit):,}{tried}, {len(fit) // config.data.train_batch_size:,} steps an epoch; "
         f"{len(lengths):,} others have more than {most:,} tokens{longest}"
     )
 
