@@ -180,9 +180,10 @@ class _Drive:
         prepare_s, expected = self._prepare(version)
         began = time.monotonic()
         self._all("begin", version, began)
-        ended = self._unless_a_worker_ends(self._manager.wait_batch.remote(True))
+        self._unless_a_worker_ends(self._manager.wait_batch.remote(True))
         _get([*self._ask("close_round"), *self._ask("interrupt")], "workers and replicas to stop")
         quiet, quiet_at = time.monotonic(), time.time()
+        ended = _get(self._manager.batch.remote(), "the batch")
         outputs = self._store.fetch({group.uid: group.outputs for group in ended.groups})
         groups = [replace(group, outputs=outputs[group.uid]) for group in ended.groups]
         take_s = time.monotonic() - quiet
@@ -218,11 +219,11 @@ class _Drive:
             time.sleep(0.05)
         return time.monotonic() - began, expected
 
-    def _unless_a_worker_ends(self, reference: Any) -> Any:
+    def _unless_a_worker_ends(self, reference: Any) -> None:
         done, _ = ray.wait([reference, *self._serving], num_returns=1, timeout=_DEADLINE_S)
         if not done:
             raise TimeoutError(f"waited {_DEADLINE_S:g} s for the end of the round")
-        return ray.get(done[0])
+        ray.get(done[0])
 
     def _total(self, figure: str) -> int:
         return sum(self._all(figure))

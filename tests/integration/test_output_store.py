@@ -69,7 +69,8 @@ def finish_all(actor, length):
 
 def take(actor):
     """The batch as the manager answers."""
-    return ray.get(actor.wait_batch.remote(True), timeout=10).groups
+    assert ray.get(actor.wait_batch.remote(True), timeout=10)
+    return ray.get(actor.batch.remote(), timeout=10).groups
 
 
 def values_of(output):

@@ -255,7 +255,8 @@ class Life:
 
     async def stop_round(self, timeout_s=20):
         """Train the next batch; everything else is interrupted."""
-        batch = await self.within(self.actor.wait_batch(True), timeout_s)
+        assert await self.within(self.actor.wait_batch(True), timeout_s)
+        batch = await self.actor.batch()
         async with self.replacing:
             self.open = False
             self.worker.close_round()

@@ -16,7 +16,7 @@ WAITS = {"_watched", "wait", "wait_batch", "wait_for"}
 
 ENDED_BY = {
     "rollout/driver.py _begin_version": "the guard, in the next line",
-    "rollout/driver.py _ready_batch": "the guard, in the next line",
+    "rollout/driver.py _batch_taken": "the guard, in the next line",
     "rollout/guard.py _look": "within interrupt_s, in the next line",
     "rollout/guard.py _watch_trainer": "whoever waits meanwhile: a trainer that hangs is awaited by nobody in a round",
     "rollout/replicas.py _asking": "_answers, within interrupt_s",

@@ -238,7 +238,7 @@ async def test_last_step_begins_no_version_and_is_recorded_with_the_calls_of_tra
 async def test_manager_that_wants_prompts_gets_what_the_source_has(placement):
     async with life(5, 5, 5, 5, placement=placement) as one:
         one.manager.enqueue = AsyncMock(wraps=one.manager.enqueue)
-        one.manager.wait_batch = AsyncMock(wraps=one.manager.wait_batch, side_effect=[None, DEFAULT])
+        one.manager.wait_batch = AsyncMock(wraps=one.manager.wait_batch, side_effect=[False, DEFAULT])
         (group,) = await one.batch(1)
         (((prompts, left), _),) = one.manager.enqueue.await_args_list
         assert (group.uid, [prompt.uid for prompt in prompts], left) == ("0/0", ["0/2", "0/3"], 0)

@@ -62,7 +62,10 @@ async def test_batch_is_taken_at_its_decision_and_a_stopped_round_has_no_refill(
     waiting = await pending(actor.wait_batch(stop))
     await end(actor, output, first)
     await end(actor, output, second)
-    batch = await soon(waiting)
+    assert await soon(waiting)
+    batch = await actor.batch()
+    with pytest.raises(RuntimeError, match="batch: no batch is taken: call wait_batch first"):
+        await actor.batch()
     refilled = [lease.group_uid for lease in await actor.claim("w0")]
     await end(actor, output, "0/2#0")
     assert uids(batch.groups) == ["0/0", "0/1"] and batch.decided_at > 0
@@ -77,7 +80,7 @@ async def test_batch_that_completes_after_suspension_stays_for_the_checkpoint(pr
     actor, (first, _) = await begun(prompts)
     waiting = await pending(actor.wait_batch(True))
     await actor.suspend()
-    assert await soon(waiting) is None, "at once: no report has come"
+    assert await soon(waiting) is False, "at once: no report has come"
     await end(actor, output, first)
     assert (await actor.progress()).ready_groups == 1
 
@@ -125,7 +128,7 @@ async def test_actor_answers_while_its_snapshot_is_written(tmp_path, prompts, mo
 
 async def test_prompts_are_wanted_when_few_are_left_and_none_begin_at_the_end(prompts):
     actor, _ = await begun(prompts, count=4, left=6, batch=2, group_filter=FilterSettings("reward"))
-    assert await soon(actor.wait_batch(True)) is None and await actor.wanted() == 6
+    assert await soon(actor.wait_batch(True)) is False and await actor.wanted() == 6
     actor = actor_of(batch=2, group_filter=FilterSettings("reward"))
     exhausted, opened = await actor.begin_version(0, prompts(1), 0), actor._manager.round_open
     assert exhausted and not opened
@@ -164,4 +167,4 @@ async def test_progress_counts_before_the_failure_and_a_long_backoff_is_no_stall
     (lease,) = await soon(actor.claim("w0"))
     assert [len(s) for s in lease.segments] == [5]
     await end(actor, output, sample)
-    assert uids((await soon(waiting)).groups) == ["0/0"]
+    assert await soon(waiting) and uids((await actor.batch()).groups) == ["0/0"]

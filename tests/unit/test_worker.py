@@ -33,8 +33,9 @@ def training(lengths, loop=says, **settings):
     return living(Life(loop, rows, n=len(lengths[0]), config=config_of(400), engine=Engine(tick_s=0.002), **settings))
 
 
-def batch_of(one):
-    return asyncio.wait_for(one.actor.wait_batch(True), 20)
+async def batch_of(one):
+    assert await asyncio.wait_for(one.actor.wait_batch(True), 20)
+    return await one.actor.batch()
 
 
 async def until(condition):

@@ -370,7 +370,7 @@ class RoundProgress:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """A version's batch, as ``ManagerActor.wait_batch`` returns it."""
+    """A version's batch, as ``ManagerActor.batch`` returns it."""
 
     decided_at: float
     """unix seconds at which the manager found the batch complete and took it"""

@@ -82,7 +82,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from recipe.partial_rollout.checkpoint.manifest import read_snapshot, write_snapshot
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.manager.actor import ManagerActor, RayObjects
-from recipe.partial_rollout.manager.types import Prompt, ReadyBatch, StepSummary, TakenGroup
+from recipe.partial_rollout.manager.types import Prompt, StepSummary, TakenGroup
 from recipe.partial_rollout.records.run_log import Begin
 from recipe.partial_rollout.rollout.guard import Guard
 from recipe.partial_rollout.rollout.prompt_source import PromptSource, TrainingSteps
@@ -249,7 +249,7 @@ class Driver:
             await self._open()
         began, opened_at = time.monotonic(), time.time()
         try:
-            ready = await self._ready_batch(step, began)
+            await self._batch_taken(step, began)
         except StopTraining:
             await self._suspend()
             raise
@@ -258,6 +258,8 @@ class Driver:
         else:
             self._recorder.phase("wait", step, requested_at)
         taken_at = time.time()
+        # Not in the answer of ``wait_batch``, for which the engines would have to wait.
+        ready = await self._guard.wait(self._manager.batch.remote(), "asking the manager for the batch")
         # Ray's ``get`` blocks; in a thread, the guard goes on watching the workers.
         fetching = asyncio.to_thread(self._store.fetch, {group.uid: group.outputs for group in ready.groups})
         outputs = await self._guard.wait(fetching, "fetching the batch", key=None)
@@ -271,12 +273,9 @@ class Driver:
             await self._begin_version(step, await self._wanted_prompts())
         return ready.groups
 
-    async def _ready_batch(self, step: int, began: float) -> ReadyBatch:
-        """Wait for the batch and return it. If the manager wants prompts first, enqueue them and wait again."""
-        while True:
-            ready = await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began)
-            if ready is not None:
-                return ready
+    async def _batch_taken(self, step: int, began: float) -> None:
+        """Wait until the manager has taken the batch. If it wants prompts first, enqueue them and wait again."""
+        while not await self._guard.wait_batch(self._manager.wait_batch.remote(self._stops), step, began):
             prompts = await self._wanted_prompts()
             offered = self._manager.enqueue.remote(prompts, self._source.left)
             await self._guard.wait(offered, "offering prompts to the manager in the round")

@@ -149,11 +149,12 @@ class ReplicaChoice:
         """
         if not self._running:
             raise InfraError("no vLLM replica is left: all of them have died")
-        fewest = min(self._running, key=self._running.__getitem__)
-        own = affinity.replica if affinity.replica in self._running else fewest
-        # One more than the emptiest: with few samples, a difference of one is no reason to prefill elsewhere.
-        if affinity.resumes and self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
-            own = fewest
+        own = affinity.replica
+        if affinity.resumes or own not in self._running:
+            fewest = min(self._running, key=self._running.__getitem__)
+            # One more than the emptiest: with few samples, a difference of one is no reason to prefill elsewhere.
+            if own not in self._running or self._running[own] > _MOVE_ABOVE * (self._running[fewest] + 1):
+                own = fewest
         affinity.replica, affinity.resumes = own, False
         # Put at the end: ``min`` finds the first of equals, so they take turns.
         self._running[own] = self._running.pop(own) + 1
