@@ -2,8 +2,8 @@
 
 verl's collection of recipes has a module at the same path. Python takes the first on ``sys.path``, and a Ray worker
 puts the driver's working directory first, before ``PYTHONPATH``. Inside a verl checkout with its recipes, a driver can
-therefore run one recipe and its workers the other; ``foreign_recipe`` says so before anything starts. This file lies
-outside ``recipe``, where no package of another distribution can hide it.
+therefore run one recipe and its workers the other, and so for verl itself; ``foreign_recipe`` says so before anything
+starts. This file lies outside ``recipe``, where no package of another distribution can hide it.
 
     partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
     partial-rollout tools report outputs/quickstart/noPR outputs/quickstart/PR
@@ -35,6 +35,8 @@ examples:
   partial-rollout train --config-name own_job actor_rollout_ref.model.path=... data.train_files=... --check
   partial-rollout tools report outputs/own_job/nopr outputs/own_job/pr
   partial-rollout tools keys"""
+_IMPORTED = ("verl", "verl_ext", "vllm", "ray", "torch", "transformers", "datasets", "tensordict", "hydra", "omegaconf")
+"""packages that a Ray worker imports, and that a file or folder of the working directory may hide"""
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """device files of the drivers of NVIDIA, AMD and WSL"""
 _NO_VARIABLE = "trainer.device=cpu: needs VERL_PLATFORM=cpu in the environment; source run_scripts/env_cpu.sh"
@@ -69,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def foreign_recipe() -> str | None:
-    """Why a training started here would not run this distribution's recipe, in one line, or None."""
+    """Why a training started here would not run this distribution's recipe and the installed packages, in one line.
+
+    None if it would.
+    """
     # Ray puts the working directory first in its workers.
     for who, place in (("this process", imported_here()), ("a Ray worker", imported_here([os.getcwd()]))):
         if place not in (None, OURS):
@@ -78,6 +83,11 @@ def foreign_recipe() -> str | None:
                 f"{who} would import {name} from {place}, not from {OURS}: "
                 "start from another directory, or remove the former from PYTHONPATH"
             )
+    for name in _IMPORTED:
+        theirs, ours = (PathFinder.find_spec(name, [*first, *sys.path]) for first in ([os.getcwd()], []))
+        if theirs and ours and theirs.origin != ours.origin:
+            where = f"{name} from {theirs.origin}, not from {ours.origin}"
+            return f"a Ray worker would import {where}: start from another directory"
     return None
 
 

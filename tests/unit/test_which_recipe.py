@@ -84,6 +84,21 @@ def test_trainer_and_check_refuse_where_ray_workers_would_import_theirs(foreign,
     assert said in machine.stack().text
 
 
+@pytest.mark.parametrize("file", ["verl/__init__.py", "datasets.py"])
+def test_package_of_the_working_directory_that_hides_an_installed_one_is_refused(file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # Such as SwanLab's, or verl's checkout from its parent: without __init__.py it hides nothing.
+    (tmp_path / "ray").mkdir()
+    assert command.foreign_recipe() is None
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    name = file.partition("/")[0].removesuffix(".py")
+    said = f"a Ray worker would import {name} from {tmp_path / file}, not from "
+    assert command.foreign_recipe().startswith(said)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command.foreign_recipe() is None, "where this process imports it, too, it is what the user wants"
+
+
 @pytest.fixture
 def no_device(monkeypatch):
     monkeypatch.setattr(command, "_DEVICES", ())
