@@ -16,11 +16,13 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import locked, writable
@@ -99,6 +101,20 @@ def check_releases_early(arguments: list[str]) -> None:
     """
     if not (_SHOWS & {*arguments} or any("rollout.name=" in each for each in arguments) or releases.vllm() == "none"):
         check_releases(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
+
+
+def check_config_dir(arguments: list[str]) -> None:
+    """Refuse a file in hydra's ``--config-dir`` that has the name of one of the recipe's or of verl's.
+
+    Hydra searches that directory last, so it would take the other file and say nothing.
+    """
+    given = get_args_parser().parse_known_args(arguments)[0].config_dir
+    verl = getattr(find_spec("verl"), "submodule_search_locations", None) or ()
+    for root in (CONF_DIR, *(Path(each) / "trainer" / "config" for each in verl)):
+        for file in root.rglob("*.yaml") if given else ():
+            own = Path(given) / file.relative_to(root)
+            if own.is_file() and not own.samefile(file):
+                raise fail("--config-dir", given, f"hydra takes {file} in place of {own}: give that file another name")
 
 
 def check(config: DictConfig) -> NoReturn:
@@ -254,6 +270,7 @@ def _main() -> None:
     # Before hydra composes: libraries that it imports choose their caches then.
     spare_caches()
     in_one_line(lambda: check_releases_early(sys.argv))
+    in_one_line(lambda: check_config_dir(sys.argv[1:]))
     in_one_line(composed)
     if failed := [code for code in codes if code]:
         sys.exit(failed[0])

@@ -38,6 +38,16 @@ def test_own_config_extends_ours_from_any_directory(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "hydra leaves no directory of its own"
 
 
+def test_own_config_that_ours_would_hide_is_refused(tmp_path):
+    for name in ("own_job.yaml", "algorithm/dapo.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        done = run(tmp_path, "main_ppo", "--config-dir=.", "--config-name=own_job", "--check")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"/conf/{name} in place of {name}: give that file another name" in done.stderr
+        (tmp_path / name).unlink()
+
+
 def test_every_job_of_a_multirun_is_checked(tmp_path):
     given = "--check", "-m", "--config-name=own_job", "platform=cpu", "partial_rollout.overlap=-3,0.5", "algorithm=rloo"
     done = run(tmp_path, "main_ppo", *given, "actor_rollout_ref.model.path=none", "data.train_files=none.parquet")
