@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import UnsupportedOperation
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -28,12 +28,32 @@ _END_S = 5.0
 """seconds for which the end of a run waits until the witness has ended"""
 
 
+class _Terminal(TextIOWrapper):
+    """A stream to the terminal. If the terminal or pipe is gone, what is written is lost, and the run goes on."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _Apart:
     """The terminal and the file, while libraries print to the file."""
 
     def __init__(self) -> None:
         _flush()
-        self.terminal = [os.fdopen(os.dup(each), "w", buffering=1, errors="backslashreplace") for each in _DESCRIPTORS]
+        self.terminal = [
+            _Terminal(os.fdopen(os.dup(each), "wb"), errors="backslashreplace", line_buffering=True)
+            for each in _DESCRIPTORS
+        ]
         """standard output and standard error, as they were"""
         self.file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
         self.witness: subprocess.Popen[bytes] | None = None
@@ -110,6 +130,9 @@ def say(text: object, *, error: bool = False) -> None:
     """
     out, err = _apart.terminal if _apart else (sys.stdout, sys.stderr)
     stream = err if error else out
+    if stream is None:
+        # The process was started with a closed descriptor.
+        return
     # The terminal's encoding may lack a character that a model writes.
     signs = stream.encoding or "ascii"
     with tqdm.external_write_mode(file=err):

@@ -96,6 +96,9 @@ print("the end")
 """
 
 
+SAYS = "from recipe.partial_rollout.terminal import say; say('a line')"
+
+
 def test_libraries_print_to_a_file_and_the_recipe_to_the_terminal(tmp_path):
     file = tmp_path / "output.log"
     file.write_text("of the start before\n")
@@ -106,6 +109,22 @@ def test_libraries_print_to_a_file_and_the_recipe_to_the_terminal(tmp_path):
     before, *printed = file.read_text().splitlines()
     assert before == "of the start before"
     assert set(printed) == {"python, before the run has a directory", "C", "a child", "a traceback"}
+
+
+def test_run_goes_on_when_its_terminal_is_gone(tmp_path):
+    command = [sys.executable, "-c", LIBRARIES.replace('print("the end")', ""), str(tmp_path / "output.log")]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    run.stderr.close()
+    assert run.wait(60) == 0 and "a traceback" in (tmp_path / "output.log").read_text()
+    # No standard output at all, as after ``>&-``.
+    subprocess.run(["bash", "-c", '"$0" -c "$1" >&-', sys.executable, SAYS], check=True, timeout=60)
+
+
+def test_reader_of_a_tool_may_stop_reading():
+    command = f"{sys.executable} -m recipe.partial_rollout.tools keys | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "os._exit(1)", "known_end(), os._exit(1)"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,8 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     # Before any tool is imported: the tool `check` imports verl and inspects its patches.
     enter_recipe()
-    # One tool is imported, not all: a report needs neither torch nor Ray.
-    return importlib.import_module(f"{HERE}.{TOOLS[chosen.tool].module}").main(chosen.rest)
+    try:
+        # One tool is imported, not all: a report needs neither torch nor Ray.
+        code = importlib.import_module(f"{HERE}.{TOOLS[chosen.tool].module}").main(chosen.rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wanted. Python flushes once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 if __name__ == "__main__":
