@@ -110,8 +110,11 @@ def test_unpacked_weights_are_not_packed_again_and_give_way_to_training(packed, 
     assert builds == [TINY] and not (tmp_path / "task" / "ready_start.json").exists()
 
 
-def test_folder_of_someone_else_is_left_alone(tmp_path, capsys):
+@pytest.mark.parametrize("manifest", [None, '{"name": "mine"}', "[]"])
+def test_folder_of_someone_else_is_left_alone(tmp_path, capsys, manifest):
     (tmp_path / "thesis.tex").write_text("precious")
+    if manifest:
+        (tmp_path / "manifest.json").write_text(manifest)
     assert ready_start.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and (tmp_path / "thesis.tex").read_text() == "precious"
 

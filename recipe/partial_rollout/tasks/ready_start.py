@@ -130,9 +130,12 @@ def make_task(
     """
     manifest = manifest_of(task, parameters)
     # A folder of unpacked weights has the same manifest as a trained one: `ORIGIN` tells them apart.
-    if _is_current(out, manifest) and not (train and (out / ORIGIN).exists()):
+    found = _manifest_in(out)
+    whole = found == manifest and (out / "model").is_dir() and (out / "data").is_dir()
+    if whole and not (train and (out / ORIGIN).exists()):
         return "up to date"
-    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
+    ours = isinstance(found, dict) and "fingerprint" in found
+    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={out}: exists and was not made by this command; choose another folder or remove it")
     file = file or packed_file(task)
     facts, weights = {MANIFEST: manifest}, None
@@ -159,12 +162,12 @@ def make_task(
     return "trained" if weights is None else "unpacked from the package"
 
 
-def _is_current(out: Path, manifest: dict[str, Any]) -> bool:
+def _manifest_in(out: Path) -> Any:
+    """Return the content of the manifest in `out`; None if it has none, or none that can be read."""
     try:
-        found = json.loads((out / MANIFEST).read_text())
+        return json.loads((out / MANIFEST).read_text())
     except (OSError, ValueError):
-        return False
-    return found == manifest and (out / "model").is_dir() and (out / "data").is_dir()
+        return None
 
 
 def _write(folder: Path, task: str, parameters: Parameters, weights: Weights | None) -> None:
