@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -259,7 +260,10 @@ def test_what_fails_behind_the_endpoint_is_what_the_sample_failed_of():
     assert "sample 0/0#0: its agent loop asks for presence" in output.extra_fields["sample_error"]
 
 
-def test_endpoint_serves_its_own_sample_and_ends_with_it():
+def test_endpoint_serves_its_own_sample_and_ends_with_it(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("NO_PROXY", "")
     urls = []
 
     async def agent(chat, client):
@@ -271,5 +275,6 @@ def test_endpoint_serves_its_own_sample_and_ends_with_it():
 
     output, _ = trained(agent)
     assert not output.masked and urls[0].startswith("http://127.0.0.1:")
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == ("example.org,127.0.0.1", "127.0.0.1")
     with pytest.raises(OSError):
         asyncio.run(asyncio.open_connection("127.0.0.1", int(urls[0].split(":")[2].split("/")[0])))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -90,6 +91,11 @@ class ChatEndpoint:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        # A client obeys http_proxy, and a proxy would send the request to its own machine.
+        for name in ("no_proxy", "NO_PROXY"):
+            spared = os.environ.get(name, "")
+            if "127.0.0.1" not in spared:
+                os.environ[name] = f"{spared},127.0.0.1".lstrip(",")
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/{self._name}/v1"
         return self
 
