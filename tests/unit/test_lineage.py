@@ -187,6 +187,15 @@ def test_retention_neither_counts_nor_removes_what_is_superseded(live, tmp_path)
     assert saved_steps(run) == [4, 6] and kept_aside(run) == [("a" * 8, [6, 8])]
 
 
+def test_checkpoint_that_is_named_through_a_link_is_the_runs_own(live, tmp_path):
+    run, link = tmp_path / "run", tmp_path / "link"
+    live("a", until=STEPS, keep=2)
+    link.symlink_to(run)
+    live("b", until=7, mode="resume_path", path=link / "global_step_6", keep=2)
+    assert saved_steps(run) == [6] and kept_aside(run) == [("a" * 8, [8])]
+    assert not (run / "global_step_6").is_symlink()
+
+
 @pytest.mark.parametrize("how", [BACK, OVER])
 def test_start_cut_off_while_it_sets_things_aside_is_finished_by_the_next(live, tmp_path, how, monkeypatch):
     for survives in range(9):

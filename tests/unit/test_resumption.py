@@ -188,6 +188,19 @@ def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp
             start("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/{name}", arm=other)
 
 
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_path_to_resume_that_the_mode_ignores_is_refused(start, tmp_path, mode):
+    keys = f"trainer.resume_mode={mode}", f"trainer.resume_from_path={tmp_path}/run/global_step_2"
+    with pytest.raises(
+        ConfigError, match=r"^trainer.resume_from_path=.*/global_step_2: null, or with trainer.resume_mode="
+    ):
+        start(*keys)
+    if mode == "auto":
+        # It may be left over from the start that began there.
+        start(save=2)
+        start(*keys)
+
+
 @pytest.mark.parametrize(
     ("steps", "last"),
     [("trainer.total_training_steps=6", 6), ("trainer.total_epochs=1", 6), ("trainer.total_epochs=2", 12)],

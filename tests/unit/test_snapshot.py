@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recipe.partial_rollout.checkpoint import manifest, plain_state, run_checkpoints
+from recipe.partial_rollout.checkpoint import manifest, plain_state
 from recipe.partial_rollout.checkpoint.manifest import (
     CheckpointError,
     TornCheckpointError,
@@ -200,9 +200,7 @@ def test_damaged_manifest_never_verifies_as_something_else(tmp_path):
             assert verify(step_dir) == whole
 
 
-def test_newest_whole_checkpoint_is_chosen_and_a_foreign_one_stops(tmp_path, monkeypatch):
-    warned = []
-    monkeypatch.setattr(run_checkpoints.logger, "warning", lambda *words: warned.append(words))
+def test_newest_whole_checkpoint_is_chosen_and_a_foreign_one_stops(tmp_path, capsys):
     assert RunCheckpoints(tmp_path / "missing").chosen is RunCheckpoints(tmp_path).chosen is None
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 10)
@@ -212,7 +210,8 @@ def test_newest_whole_checkpoint_is_chosen_and_a_foreign_one_stops(tmp_path, mon
     (tmp_path / "global_step_12").mkdir()
     found = RunCheckpoints(tmp_path)
     assert found.chosen == newest and found.resumed == verify(newest)
-    assert "global_step_12 is torn" in warned[0][1] and "global_step_11 is torn" in warned[1][1]
+    first, second = capsys.readouterr().err.splitlines()
+    assert "global_step_12 is torn" in first and "global_step_11 is torn" in second
     (tmp_path / "global_step_12" / "actor").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"another trainer made it; .*trainer\.resume_mode=disable"):
         RunCheckpoints(tmp_path)

@@ -23,7 +23,6 @@ that ``auto`` and verl's own tools find it.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import socket
@@ -54,8 +53,6 @@ from recipe.partial_rollout.checkpoint.manifest import (
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.waits import one_line
-
-logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's file of the newest step: verl's save writes it, and verl's own tools read it"""
@@ -117,6 +114,9 @@ class RunCheckpoints:
         self._found = sorted(self._steps())
         if mode == "resume_path":
             self.chosen = Path(str(path))
+            if self.chosen.parent.resolve() == self.run_dir.resolve():
+                # Whichever link leads there: below, paths of this directory are compared.
+                self.chosen = self.run_dir / self.chosen.name
             self.resumed = verify(self.chosen)
         elif mode != "disable":
             self._choose_newest()
@@ -169,7 +169,7 @@ class RunCheckpoints:
                 "trainer.resume_from_path resumes another run's, trainer.resume_mode=disable starts the training over"
             )
         for line in torn:
-            logger.warning("%s", line)
+            say(line, error=True)
 
     @property
     def continues(self) -> bool:

@@ -61,6 +61,9 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
         checkpoints = RunCheckpoints(run_dir, trainer.resume_mode, trainer.get("resume_from_path"), keep)
     except CheckpointError as error:
         raise fail("trainer.resume_mode", trainer.resume_mode, str(error)) from error
+    if checkpoints.chosen is None and (unused := trainer.get("resume_from_path")):
+        allowed = "null, or with trainer.resume_mode=resume_path; else the training would start from scratch"
+        raise fail("trainer.resume_from_path", unused, allowed)
     checkpoints.made_of = _made_of(config)
     for key in _LOADED if trainer.get("val_only") else checkpoints.made_of:
         _compare(key, checkpoints)
