@@ -29,6 +29,9 @@ def one_line(error: BaseException | None) -> str:
     text = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
     text = text.encode(errors="replace").decode()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # OmegaConf names the key in its first line.
+    while len(lines) > 1 and lines[-1].startswith(("full_key:", "reference_type=", "object_type=")):
+        lines.pop()
     message = lines[-1] if lines else "(no message)"
     if isinstance(error, RayActorError) and (found := _ACTOR.search(text)):
         message = f"{found['name']} (pid {found['pid']}): {message}"

@@ -41,6 +41,8 @@ def model(tmp_path_factory):
 MISTAKES = [
     ([QUICK, "trainer.save_frek=3"], "trainer.save_frek=3: no such key; did you mean trainer.save_freq?"),
     (["--config-name=recipe", "experiment=foo"], "Available options in 'experiment': dapo_math17k_1gpu_0.6b "),
+    ([QUICK, "data.train_files=/x/a=b.parquet"], "data.train_files=/x/a=b.parquet: mismatched input '='"),
+    (["--config-name=ppo_trainer"], "partial_rollout: the config has no such section; add partial_rollout to its"),
     ([QUICK, "trainer.experiment_name=é"], "LexerNoViableAltException: trainer.experiment_name=é"),
     ([QUICK, "trainer.save_freq=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
     ([QUICK, "partial_rollout=on"], "node `partial_rollout` is not a container"),

@@ -199,7 +199,10 @@ VERLS_MISTAKES = {
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
     "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
-    "trainer.default_local_dir=/proc/run": "a directory that this user can write",
+    "trainer.default_local_dir=/proc/run": "a local directory that this user can write",
+    "trainer.default_local_dir=s3://bucket/run": "a local directory that this user can write",
+    "trainer.default_local_dir='$HOME/run'": "a local directory that this user can write",
+    "trainer.default_local_dir=''": "a local directory that this user can write",
 }
 """what verl finds out late, or never, with and without partial rollout"""
 

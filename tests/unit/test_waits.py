@@ -4,6 +4,7 @@ import asyncio
 import gc
 
 import pytest
+from omegaconf.errors import ConfigKeyError
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from recipe.partial_rollout.waits import NoAnswerError, is_out_of_reach, one_line, wait
@@ -22,6 +23,10 @@ DEAD = f"""The actor died unexpectedly before finishing this task.
     [
         (ValueError("first\n\n  last  \n"), "ValueError: last"),
         (RayActorError(error_msg=DEAD, actor_id="20db"), f"RayActorError: WorkerDict (pid 3600): {REASON}"),
+        (
+            ConfigKeyError("Key 'a' is not in struct\n    full_key: a\n    object_type=dict"),
+            "ConfigKeyError: Key 'a' is not in struct",
+        ),
         # What only quotes a dead actor is not it.
         (ValueError(DEAD), f"ValueError: {REASON}"),
     ],

@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
-from recipe.partial_rollout.config.settings import PartialRolloutConfig, verls_own
+from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig, verls_own
 from recipe.partial_rollout.preflight.inputs import (
     MODEL,
     cache_by_content,
@@ -75,6 +75,8 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     """
     if foreign := foreign_recipe():
         raise ConfigError(foreign)
+    if ROOT not in config:
+        raise ConfigError(f"{ROOT}: the config has no such section; add {ROOT} to its defaults, after ppo_trainer")
     # First, because later checks would fail on what the platform or the engine lacks.
     # If trainer is no section of keys, check_verl_keys refuses it.
     if OmegaConf.is_dict(config.trainer):

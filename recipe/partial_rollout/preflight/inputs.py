@@ -61,7 +61,8 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
         else "an existing parquet file"
     )
     for key, name in _data_files(config):
-        if not Path(name).is_file():
+        # Unlike ``Path``, it takes "file.parquet/" for what it is.
+        if not os.path.isfile(name):
             yield fail(key, name, words)
 
 

@@ -133,7 +133,11 @@ TRAINING = (
         "an integer, if data.shuffle and max_samples are set: without a seed each process would draw other rows",
     ),
     # what a run writes, and resumes from
-    Rule("trainer.default_local_dir", lambda v, _: writable(v), "a directory that this user can write"),
+    Rule(
+        "trainer.default_local_dir",
+        lambda v, _: v and not re.search(r"://|(^|/)[$~]", str(v)) and writable(v),
+        "a local directory that this user can write",
+    ),
     *where(
         "trainer.resume_mode=resume_path",
         Rule(

@@ -208,7 +208,9 @@ def of_hydra(error: Exception) -> ConfigError:
     """Turn ``error`` of hydra into a ``ConfigError`` of one line; for an unknown key, say which one may be meant."""
     found = re.match(r"Could not override '([^']+)'\.\s+To append to your config use \+\1=(.*)", str(error))
     if found is None:
-        return ConfigError(" ".join(str(error).split()))
+        words, argument = " ".join(str(error).split()), getattr(error, "override", "")
+        # Some errors of hydra's parser do not quote the argument.
+        return ConfigError(words if argument in words else f"{argument}: {words}")
     key, given = found.groups()
     ours = [f"{ROOT}.{declared.name}" for declared in declarations(PartialRolloutConfig)]
     names = ours if key.startswith(f"{ROOT}.") else [path for path, _ in leaves(_declared())]
@@ -258,12 +260,12 @@ def write_in_full(config: DictConfig) -> None:
 
 
 def _in_full(path: str, name: str) -> str:
-    if path.startswith("~/"):
+    if path == "~" or path.startswith("~/"):
         return os.path.expanduser(path)
     if not path or "://" in path or not (_PATHS.search(name) or name in _WRITTEN):
         return path
-    # A file of the recipe's, such as conf/tools/calculator.yaml, is found from any directory.
+    # A file of the recipe's, such as conf/tools/calculator.yaml, is found from any directory; other files are not.
     ours = CONF_DIR.parent / path
-    if ours.is_file() and not os.path.exists(path):
+    if path.startswith(f"{CONF_DIR.name}/") and ours.is_file() and not os.path.exists(path):
         return str(ours)
     return os.path.abspath(path) if name in _WRITTEN or os.path.exists(path) else path

@@ -171,7 +171,7 @@ def lacks(config: DictConfig, size: ModelSize | None) -> Iterator[Finding]:
     # One more than are kept, because the next is written before the oldest is removed. A run that keeps all begins with 2.
     count = (kept_checkpoints(config) or 1) + 1
     needed = checkpoint_gib(config, size) * count
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.isdir(path))
     free = shutil.disk_usage(existing).free / GIB
     if free < needed:
         yield Finding(
