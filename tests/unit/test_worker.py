@@ -82,6 +82,27 @@ async def test_output_that_no_checkpoint_can_hold_fails_its_sample(save_freq):
         assert save_freq < 0 or said in second.extra_fields["sample_error"]
 
 
+async def test_task_that_a_loop_leaves_behind_keeps_no_other_sample_waiting():
+    stopped = asyncio.Event()
+
+    async def again(*call):
+        while not stopped.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await says(*call)
+
+    async def loop(*call):
+        output = await says(*call)
+        left.append(asyncio.create_task(again(*call)))
+        return output
+
+    left = []
+    async with training([[1, 50]], loop) as one:
+        first, second = await one.stop_round()
+        stopped.set()
+        await asyncio.wait(left, timeout=5)
+        assert (first.response_length, second.response_length) == (1, 50) and all(task.done() for task in left)
+
+
 # -- clocks --------------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ from recipe.partial_rollout.waits import ErrorText, InfraError, is_cancelled, re
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock
 from recipe.partial_rollout.worker.rewards import RewardError
 
+_LEFT_BEHIND_S = 0.1
+"""seconds until a call is refused whose agent loop has ended"""
 _BEGIN_S = 0.02
 """seconds that ``_arm_release_timer`` adds for each sample that is leased in the same answer: agent loops that start
 together delay each other's first engine calls"""
@@ -247,7 +249,7 @@ class ClaimLoop:
         Raises:
             asyncio.CancelledError: the agent loop has ended, and nobody awaits this call any more.
         """
-        _require_listener(sample)
+        await _require_listener(sample)
         sample.calling += 1
         if not sample.slot_requested and not sample.leased.is_set():
             self._ask_for_slot(sample)
@@ -256,7 +258,7 @@ class ClaimLoop:
             while (obstacle := self._obstacle(sample)) is not None:
                 await obstacle.wait()
             # Once more: its agent loop may have ended while the call waited.
-            _require_listener(sample)
+            await _require_listener(sample)
             self._running += 1
             try:
                 yield
@@ -314,9 +316,11 @@ class ClaimLoop:
             self.outbox.report(sample, Parked(sample.id))
 
 
-def _require_listener(sample: LiveSample) -> None:
+async def _require_listener(sample: LiveSample) -> None:
     """Raise ``CancelledError`` if the agent loop of ``sample`` has ended: the call must not take a slot."""
     if sample.ended:
+        # A task that the loop has left behind may call again and again, and must not keep the other samples waiting.
+        await asyncio.sleep(_LEFT_BEHIND_S)
         raise asyncio.CancelledError(
             f"sample {sample.id} has ended: its agent loop has returned, so it can make no engine call any more"
         )
