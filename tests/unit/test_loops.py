@@ -354,3 +354,17 @@ def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
     finally:
         release.set()
     assert not output.masked, output.extra_fields
+
+
+@pytest.mark.parametrize("error", [StopIteration("empty"), SystemExit("empty")])
+def test_synchronous_tool_that_stops_or_exits_is_an_answer(error):
+    def look():
+        raise error
+
+    async def asks(client, row, params):
+        with pytest.raises(RuntimeError, match=f"{type(error).__name__}: empty"):
+            await asyncio.wait_for(row["tools"]["look"].call({}), 5)
+        return await plain(client, row, params)
+
+    output, _ = trained(asks, functions=[function("look", look)])
+    assert not output.masked, output.extra_fields

@@ -20,8 +20,7 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -37,38 +36,16 @@ from recipe.partial_rollout.manager.actor import allow_full_collections, postpon
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import SampleOutput
-from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash, timed
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
+from verl_ext.contained import contain
 
-_THREADS = 2**20
-"""upper limit of the event loop's thread pool, which starts threads on demand. It is high because a carried sample may
-keep a thread over rounds, and a hung tool keeps one for ever"""
 _PLACES = 2**32
 """more than the tokens of any turn, so that ``turn * _PLACES + index`` identifies a token (``_align``)"""
-
-
-async def _contained(work: Awaitable[Any]) -> Any:
-    """Return ``work``'s result. If ``work`` exits the process (SystemExit, KeyboardInterrupt), raise RuntimeError.
-
-    Otherwise the exit would end asyncio's event loop.
-    """
-    try:
-        return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the agent loop or one of its tools tried to end its process: {one_line(error)}") from error
-
-
-def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
-    """Task factory of the worker's event loop: in its tasks SystemExit is an ordinary error (``_contained``)."""
-    task = asyncio.Task(_contained(work), loop=loop, **how)
-    # Python warns of work that was never awaited: a task may be cancelled before it begins.
-    task.add_done_callback(lambda _: work.close())
-    return task
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -114,9 +91,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     async def serve(self) -> None:
         """Run ``ClaimLoop.serve``. A driver that lost its connection calls again, which awaits the same task."""
         if self._serving is None:
-            home = asyncio.get_running_loop()
-            home.set_task_factory(_task)
-            home.set_default_executor(ThreadPoolExecutor(_THREADS))
+            contain(asyncio.get_running_loop())
             self._serving = asyncio.create_task(self._claims.serve())
         await asyncio.shield(self._serving)
 
