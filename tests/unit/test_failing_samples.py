@@ -128,10 +128,16 @@ def flaky(*failures):
     return compute_score
 
 
+class Stops(BaseException):
+    """As those of a library in Rust."""
+
+
 BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}, 10**400]
 FAILURES = {
     "loop": (OSError("no sandbox"), "OSError: no sandbox"),
     "cancellation": (asyncio.CancelledError("no sandbox"), "CancelledError: no sandbox"),
+    "exit": (SystemExit(3), "RuntimeError: SystemExit: 3"),
+    "error that is no Exception": (Stops("a"), "RuntimeError: Stops: a"),
     "full context": (RuntimeError("vLLM replica r0 refused request 7: ValueError: no room"), "refused request 7"),
     **{f"reward {value!r:.20}": (value, "RewardError: .*prompt uid0") for value in BROKEN},
 }
@@ -173,6 +179,18 @@ def test_sample_that_keeps_failing_is_left_out_or_ends_nopr(monkeypatch, what, c
     with pytest.raises((Exception, asyncio.CancelledError)) as ended:
         outcome(monkeypatch, what, 3)
     assert re.search(said, f"{type(ended.value).__name__}: {ended.value}")
+
+
+def test_task_of_a_loop_that_exits_ends_no_worker(monkeypatch):
+    async def exits():
+        raise SystemExit(3)
+
+    async def run(self, sampling_params, **row):
+        await asyncio.gather(asyncio.sleep(5), exits())
+
+    monkeypatch.setattr(Loop, "run", run)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        generated(flaky(), rows(2, 3))
 
 
 def test_sample_longer_than_its_batch_is_left_out_or_ends_nopr():

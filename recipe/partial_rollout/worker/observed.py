@@ -58,6 +58,7 @@ from recipe.partial_rollout.worker.rewards import (
     reward_of,
     reward_permits,
 )
+from verl_ext.contained import contain, contained
 
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
@@ -178,6 +179,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Return the engine calls that ended since this was last called."""
         return self.llm_client.take_calls()
 
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        """Generate as verl's worker does. A loop, tool or reward that exits does not end the worker."""
+        contain(asyncio.get_running_loop())
+        return await super().generate_sequences(batch)
+
     async def _run_agent_loop(
         self,
         sampling_params: dict[str, Any],
@@ -231,7 +237,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(tools),
         )
-        return self._rows_of(await agent_loop.run(dict(params), **row))
+        return self._rows_of(await contained(agent_loop.run(dict(params), **row)))
 
     def _rows_of(self, returned: Any) -> list[AgentLoopOutput]:
         """Return what an agent loop ``returned`` as a list.
