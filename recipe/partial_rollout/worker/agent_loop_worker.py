@@ -61,7 +61,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._filter = FilterSettings.from_config(self.config)
-        self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
         self._pictures = Pictures(self.config, self.tokenizer, self.processor, self.dataset_cls)
 
@@ -152,7 +151,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 # ``_score`` added it for the reward function; the dataset row has it anyway.
                 output.extra_fields.pop("raw_prompt", None)
             digests = [tuple(map(digest, shown)) for shown in images]
-            trained = sample_output(sample, outputs, self.vocabulary, digests)
+            trained = sample_output(sample, outputs, digests)
             if not any(images):
                 return trained
             own = await self._pictures.of_row(sample.lease.row)
@@ -181,7 +180,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 def sample_output(
     sample: LiveSample,
     outputs: Sequence[AgentLoopOutput],
-    vocabulary: int,
     images: Sequence[tuple[bytes, ...]] | None = None,
 ) -> SampleOutput:
     """Return all ``outputs`` of a loop as one ``SampleOutput``: tokens, versions and engine log-probs, not padded.
@@ -189,16 +187,15 @@ def sample_output(
     The last output was scored, and each row gets its score, as under verl's v1.
 
     Args:
-        vocabulary: number of token ids that the model knows.
+        outputs: rows that fit a batch (``misfit``).
         images: digests of the images of each output; None: no output has images.
 
     Raises:
-        RuntimeError: a token with mask 1 or its log-prob is not the engine's, or a token id, a length or the mask is
-            invalid.
+        RuntimeError: a token with mask 1 or its log-prob is not the engine's.
         ValueError: a trained token was sampled with parameters that the trainer's log-probs do not have.
     """
     shown = images or [()] * len(outputs)
-    pairs = [_row(sample, *each, vocabulary) for each in zip(outputs, shown, strict=True)]
+    pairs = [_row(sample, *each) for each in zip(outputs, shown, strict=True)]
     rows, sources = zip(*pairs, strict=True)
     # Two rows may train the same token of the engine, for example in the beginning that two branches share.
     trained = np.unique(np.concatenate(sources))
@@ -209,28 +206,15 @@ def sample_output(
     return replace(scored[-1], metrics=metrics, earlier=tuple(scored[:-1]))
 
 
-def _row(
-    sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes], vocabulary: int
-) -> tuple[SampleOutput, np.ndarray]:
+def _row(sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes]) -> tuple[SampleOutput, np.ndarray]:
     """Return the row of ``output`` without a score, and the ids (``_align``) of the tokens that it trains, int64 [G].
 
     G is the number of tokens with mask 1.
     """
-    tokens = {*output.prompt_ids, *output.response_ids}
-    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-        raise _refusal(sample, f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}")
-    if odd := {*output.response_mask} - {0, 1}:
-        raise _refusal(sample, f"a mask with {odd.pop()}, which is neither 0 nor 1")
     prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
     response_ids = np.asarray(output.response_ids, dtype=np.int32)
     mask = np.asarray(output.response_mask, dtype=np.int8)
-    if mask.shape != response_ids.shape:
-        raise _refusal(sample, f"{len(response_ids)} tokens with a mask of {len(mask)}")
-    given = None
-    if output.response_logprobs:
-        given = np.asarray(output.response_logprobs, dtype=np.float32)
-        if given.shape != response_ids.shape:
-            raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
+    given = np.asarray(output.response_logprobs, dtype=np.float32) if output.response_logprobs else None
     # A turn that was shown other images had another context, even if its prompt has the same tokens.
     seen = [turn for turn in sample.turns if turn.images == tuple(images[: len(turn.images)])]
     versions, log_probs, sources = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)
