@@ -7,22 +7,22 @@
 - Synchronous reward functions run in threads of Python's default pool, which has four more threads than there are
   cores. A call of a judge would wait for a thread there while its deadline runs. Here every call gets a thread. The
   agent-loop workers limit the number of calls (``partial_rollout.reward_concurrency``).
+- A reward function that exits, or a synchronous one that raises StopIteration, fails its call and not its worker
+  (``contained``).
 
-It may go when verl's answers have the same fields, its workers restart, and every call gets a thread.
+It may go when verl's answers have the same fields, its workers restart and outlive such errors, and every call gets a
+thread.
 """
 
 import pickle
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 
+from verl_ext.contained import contain
 from verl_ext.guard import around, replaced
-
-_THREADS = 2**20
-"""most threads of a pool, which are made as they are needed"""
 
 
 class _Compressed:
@@ -68,9 +68,9 @@ def patch(module: Any) -> None:
 
 
 def widen(module: Any) -> None:
-    """Give the event loop of each of verl's reward managers a thread for every call."""
+    """Give the event loop of each of verl's reward managers a thread for every call, and contain errors in it."""
 
     @around(module.RewardManagerBase, "__init__")
     def init(verls: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         verls(self, *args, **kwargs)
-        self.loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+        contain(self.loop)

@@ -19,6 +19,7 @@ from recipe.partial_rollout.config.keys import ConfigError, allowed, leaves
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.learning_rules import DUAL_CLIPS, LEARNING, NOT_UNDER_V1, TRAINING
+from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.preflight.rule import broken, full
 from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
 from recipe.partial_rollout.preflight.user_code import check_code
@@ -286,6 +287,27 @@ def test_devices_that_share_a_model_share_its_batch_and_its_longest_sample(confi
         ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 \(data-parallel ranks\)"
     ):
         check_config(configure(*odd))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reward.custom_reward_function.path={}.py",
+        f"{ROLLOUT}.multi_turn.function_tool_path={{}}.py",
+        f"{ROLLOUT}.agent.agent_loop_config_path={{}}.yaml",
+        "actor_rollout_ref.model.external_lib=exits",
+        f"{P}.scheduling.policy=exits.order",
+        "data.custom_cls.path={}.py data.custom_cls.name=Own",
+    ],
+)
+def test_module_that_exits_while_it_is_imported_is_refused_by_its_key(configure, tmp_path, monkeypatch, key):
+    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit()\n")
+    (tmp_path / "exits.yaml").write_text("- name: mine\n  _target_: exits.Loop\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configure(*key.format(*[tmp_path / "exits"] * 2).split())
+    with pytest.raises(ConfigError, match=rf"^{key.partition('=')[0]}=.*\(SystemExit: "):
+        check_config(config)
+        dataset_of(config, "train", None)
 
 
 def test_reward_beside_a_reward_model_must_take_its_address_and_tokenizer(configure, tmp_path):

@@ -67,7 +67,7 @@ def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False):
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
     made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
     made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
-    made.tokenizer, made.tools = byte_tokenizer("", pad_token="<pad>"), []
+    made.tokenizer, made.tools, made.vocabulary = byte_tokenizer("", pad_token="<pad>"), [], 1000
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts
     scoring = None if handles is None else SimpleNamespace(remote=reward_worker(function).compute_score)
     made.reward_loop_worker_handles = scoring and [SimpleNamespace(compute_score=scoring)]
@@ -128,10 +128,16 @@ def flaky(*failures):
     return compute_score
 
 
+class Stops(BaseException):
+    """As those of a library in Rust."""
+
+
 BROKEN = [OSError("no disk"), math.nan, math.inf, None, "1", [1.0], {"acc": 1.0}, {"score": 1e39}, 10**400]
 FAILURES = {
     "loop": (OSError("no sandbox"), "OSError: no sandbox"),
     "cancellation": (asyncio.CancelledError("no sandbox"), "CancelledError: no sandbox"),
+    "exit": (SystemExit(3), "RuntimeError: SystemExit: 3"),
+    "error that is no Exception": (Stops("a"), "RuntimeError: Stops: a"),
     "full context": (RuntimeError("vLLM replica r0 refused request 7: ValueError: no room"), "refused request 7"),
     **{f"reward {value!r:.20}": (value, "RewardError: .*prompt uid0") for value in BROKEN},
 }
@@ -175,11 +181,42 @@ def test_sample_that_keeps_failing_is_left_out_or_ends_nopr(monkeypatch, what, c
     assert re.search(said, f"{type(ended.value).__name__}: {ended.value}")
 
 
-def test_sample_longer_than_its_batch_is_left_out_or_ends_nopr():
-    words = "agent loop of prompt uid0 returned a response of 9 tokens (actor_rollout_ref.rollout.response_length=8)"
-    check_left_out(generated(flaky(), rows(R + 1, 3), validate=True), re.escape(words))
-    with pytest.raises(ValueError, match=re.escape(words)):
-        generated(flaky(), rows(R + 1, 3))
+def test_task_of_a_loop_that_exits_ends_no_worker(monkeypatch):
+    async def exits():
+        raise SystemExit(3)
+
+    async def run(self, sampling_params, **row):
+        await asyncio.gather(asyncio.sleep(5), exits())
+
+    monkeypatch.setattr(Loop, "run", run)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        generated(flaky(), rows(2, 3))
+
+
+MISFITS = {
+    "a response of 9 tokens (actor_rollout_ref.rollout.response_length=8)": {"response_ids": [65] * (R + 1)},
+    "token -100, but the model's tokens are 0 to 999": {"response_ids": [65, -100]},
+    "2 tokens with a mask of 1": {"response_mask": [1]},
+    "a mask with 5, which is neither 0 nor 1": {"response_mask": [5, 1]},
+    "2 tokens with 1 log-probs": {"response_logprobs": [-0.5]},
+    "a log-prob that is no number": {"response_logprobs": [-0.5, None]},
+    "num_turns=None, which is no integer": {"num_turns": None},
+}
+
+
+@pytest.mark.parametrize("words", MISFITS)
+def test_row_that_fits_no_batch_is_left_out_or_ends_nopr(monkeypatch, words):
+    async def run(self, sampling_params, **row):
+        Loop.runs += 1
+        output = output_of([1, 2, 3], [65] * row["length"], response_logprobs=[-0.5] * row["length"])
+        return output.model_copy(update=MISFITS[words]) if row["uid"] == "uid0" else output
+
+    monkeypatch.setattr(Loop, "run", run)
+    said = re.escape(f"agent loop of prompt uid0 returned {words}")
+    check_left_out(generated(flaky(), rows(2, 3), validate=True), said)
+    assert Loop.runs == 4, "it is tried again"
+    with pytest.raises(ValueError, match=said):
+        generated(flaky(), rows(2, 3))
 
 
 @pytest.mark.parametrize("validate", [False, True])

@@ -273,7 +273,7 @@ async def test_image_of_a_tool_is_trained_beside_those_of_the_row(vlm, engine, o
     images = images_in(made, sample.id)
     digests = tuple(map(digest, images))
     assert [turn.images for turn in sample.turns] == [digests[:1], digests]
-    trained = sample_output(sample, [made], 64, [digests])
+    trained = sample_output(sample, [made], [digests])
     assert trained.versions[trained.response_mask.astype(bool)].tolist() == [1, 1, 1, 1, 2, 2]
     pictures.check(trained, images)
     own = await pictures.of_row(closed_row(row))

@@ -210,7 +210,10 @@ OWN = [1] * 5 + [0]
         (lambda ids: output_of(PROMPT, ids, response_logprobs=[]), None),
         (lambda ids: output_of(PROMPT, ids, multi_modal_data={"images": None, "videos": []}), None),
         (lambda ids: output_of(PROMPT, ids, multi_modal_data={"videos": ["a"]}), "shows videos: partial rollout"),
-        (lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}), "TypeError: int()"),
+        (
+            lambda ids: output_of(PROMPT, ids).model_copy(update={"num_turns": None}),
+            "num_turns=None, which is no integer",
+        ),
     ],
 )
 def test_output_of_any_shape_trains_or_fails_its_sample_in_words(returned, said):
@@ -353,4 +356,18 @@ def test_synchronous_tools_that_hang_keep_no_other_from_its_thread():
         output, _ = trained(travels, functions=[function("look", look)])
     finally:
         release.set()
+    assert not output.masked, output.extra_fields
+
+
+@pytest.mark.parametrize("error", [StopIteration("empty"), SystemExit("empty")])
+def test_synchronous_tool_that_stops_or_exits_is_an_answer(error):
+    def look():
+        raise error
+
+    async def asks(client, row, params):
+        with pytest.raises(RuntimeError, match=f"{type(error).__name__}: empty"):
+            await asyncio.wait_for(row["tools"]["look"].call({}), 5)
+        return await plain(client, row, params)
+
+    output, _ = trained(asks, functions=[function("look", look)])
     assert not output.masked, output.extra_fields

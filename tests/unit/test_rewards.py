@@ -120,6 +120,21 @@ def raises(error):
     return judge
 
 
+def raises_later(error):
+    async def judge(**_):
+        raise error
+
+    return judge
+
+
+@pytest.mark.parametrize("error", [StopIteration("empty"), SystemExit("empty"), KeyboardInterrupt("empty")])
+@pytest.mark.parametrize("kind", [raises, raises_later])
+async def test_judge_that_stops_or_exits_fails_its_call(error, kind):
+    """An event loop ends by the last two, and never hears that a thread raised the first."""
+    with pytest.raises(RewardError, match=f"failed on prompt 0/7: RuntimeError: .*{type(error).__name__}"):
+        await reward_of(manager_of("naive", kind(error)).run_single(one_row()), "0/7", 5.0)
+
+
 async def late(**_):
     await asyncio.sleep(60)
 

@@ -96,7 +96,7 @@ def test_rows_and_rewards_are_those_that_verls_v1_makes(own_score):
     sample = played(*((prompt, 2, response) for prompt, response in OUTPUTS))
     for each in made:
         each.extra_fields.pop("raw_prompt")
-    output = sample_output(sample, made, 10**6)
+    output = sample_output(sample, made)
     batch = assemble_batch([TakenGroup("0/0", 0, {"data_source": "t"}, (output,))], ["u"], 4, WIDTH, 0)
     for row, (key, expected) in zip(rounds.rows_of(batch), queue.held.items(), strict=True):
         assert key.startswith("u_1_")
@@ -146,7 +146,7 @@ def sample_of(*lengths, score=1.0):
     turns = [([1 + i], 2, list(range(5, 5 + length))) for i, length in enumerate(lengths)]
     made = [output_of(prompt, tokens) for prompt, _, tokens in turns]
     made[-1].reward_score = score
-    return sample_output(played(*turns), made, 10**6)
+    return sample_output(played(*turns), made)
 
 
 @pytest.fixture

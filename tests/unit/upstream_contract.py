@@ -53,8 +53,8 @@ verl.experimental.agent_loop.agent_loop:AgentLoopManager <- agent_loop_manager
     calls: _performance_metrics(metrics, output)
 verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_manager pictures
     has: config rollout_config llm_client tokenizer processor hf_model_type dataset_cls tools
-        reward_loop_worker_handles __init__ _run_agent_loop _agent_loop_postprocess _compute_score _postprocess
-        mm_processor_kwargs _get_mm_processor_kwargs
+        reward_loop_worker_handles __init__ generate_sequences _run_agent_loop _agent_loop_postprocess _compute_score
+        _postprocess mm_processor_kwargs _get_mm_processor_kwargs
     calls: _compute_multi_modal_inputs(output, input_ids)
         _compute_position_ids(input_ids, attention_mask, multi_modal_inputs)
 verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed pictures

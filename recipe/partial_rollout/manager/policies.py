@@ -66,20 +66,6 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
     )
 
 
-def excess_of(prompt: int, response: int, prompt_length: int, response_length: int) -> str | None:
-    """Describe the limit that a sample's prompt or response exceeds, with its tokens and the key; None if none.
-
-    Args:
-        prompt, response: lengths of the sample, tokens.
-        prompt_length, response_length: their limits, tokens.
-    """
-    if prompt > prompt_length:
-        return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={prompt_length})"
-    if response > response_length:
-        return f"a response of {response} tokens (actor_rollout_ref.rollout.response_length={response_length})"
-    return None
-
-
 def plain(value: Any) -> Any:
     """Return a tensor or array of no dimension as a Python number; any other value unchanged.
 

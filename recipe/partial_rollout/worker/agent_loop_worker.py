@@ -20,8 +20,7 @@ Example, with ``O`` for the observation token::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -37,38 +36,16 @@ from recipe.partial_rollout.manager.actor import allow_full_collections, postpon
 from recipe.partial_rollout.manager.codec import check_saveable
 from recipe.partial_rollout.manager.policies import plain
 from recipe.partial_rollout.manager.types import SampleOutput
-from recipe.partial_rollout.waits import one_line
 from recipe.partial_rollout.worker.claim_loop import ClaimLoop
 from recipe.partial_rollout.worker.live_sample import LiveSample, SampleClock, Turn, context_hash, timed
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient, ReplicaChoice, SampleClient
 from recipe.partial_rollout.worker.observed import AgentLoopCall, ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.pictures import Pictures, images_in, kept
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
+from verl_ext.contained import contain
 
-_THREADS = 2**20
-"""upper limit of the event loop's thread pool, which starts threads on demand. It is high because a carried sample may
-keep a thread over rounds, and a hung tool keeps one for ever"""
 _PLACES = 2**32
 """more than the tokens of any turn, so that ``turn * _PLACES + index`` identifies a token (``_align``)"""
-
-
-async def _contained(work: Awaitable[Any]) -> Any:
-    """Return ``work``'s result. If ``work`` exits the process (SystemExit, KeyboardInterrupt), raise RuntimeError.
-
-    Otherwise the exit would end asyncio's event loop.
-    """
-    try:
-        return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the agent loop or one of its tools tried to end its process: {one_line(error)}") from error
-
-
-def _task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
-    """Task factory of the worker's event loop: in its tasks SystemExit is an ordinary error (``_contained``)."""
-    task = asyncio.Task(_contained(work), loop=loop, **how)
-    # Python warns of work that was never awaited: a task may be cancelled before it begins.
-    task.add_done_callback(lambda _: work.close())
-    return task
 
 
 class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
@@ -84,7 +61,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._filter = FilterSettings.from_config(self.config)
-        self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         self.llm_client.tokenizer = self.tokenizer
         self._pictures = Pictures(self.config, self.tokenizer, self.processor, self.dataset_cls)
 
@@ -114,9 +90,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
     async def serve(self) -> None:
         """Run ``ClaimLoop.serve``. A driver that lost its connection calls again, which awaits the same task."""
         if self._serving is None:
-            home = asyncio.get_running_loop()
-            home.set_task_factory(_task)
-            home.set_default_executor(ThreadPoolExecutor(_THREADS))
+            contain(asyncio.get_running_loop())
             self._serving = asyncio.create_task(self._claims.serve())
         await asyncio.shield(self._serving)
 
@@ -177,7 +151,7 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 # ``_score`` added it for the reward function; the dataset row has it anyway.
                 output.extra_fields.pop("raw_prompt", None)
             digests = [tuple(map(digest, shown)) for shown in images]
-            trained = sample_output(sample, outputs, self.vocabulary, digests)
+            trained = sample_output(sample, outputs, digests)
             if not any(images):
                 return trained
             own = await self._pictures.of_row(sample.lease.row)
@@ -206,7 +180,6 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
 def sample_output(
     sample: LiveSample,
     outputs: Sequence[AgentLoopOutput],
-    vocabulary: int,
     images: Sequence[tuple[bytes, ...]] | None = None,
 ) -> SampleOutput:
     """Return all ``outputs`` of a loop as one ``SampleOutput``: tokens, versions and engine log-probs, not padded.
@@ -214,16 +187,15 @@ def sample_output(
     The last output was scored, and each row gets its score, as under verl's v1.
 
     Args:
-        vocabulary: number of token ids that the model knows.
+        outputs: rows that fit a batch (``misfit``).
         images: digests of the images of each output; None: no output has images.
 
     Raises:
-        RuntimeError: a token with mask 1 or its log-prob is not the engine's, or a token id, a length or the mask is
-            invalid.
+        RuntimeError: a token with mask 1 or its log-prob is not the engine's.
         ValueError: a trained token was sampled with parameters that the trainer's log-probs do not have.
     """
     shown = images or [()] * len(outputs)
-    pairs = [_row(sample, *each, vocabulary) for each in zip(outputs, shown, strict=True)]
+    pairs = [_row(sample, *each) for each in zip(outputs, shown, strict=True)]
     rows, sources = zip(*pairs, strict=True)
     # Two rows may train the same token of the engine, for example in the beginning that two branches share.
     trained = np.unique(np.concatenate(sources))
@@ -234,28 +206,15 @@ def sample_output(
     return replace(scored[-1], metrics=metrics, earlier=tuple(scored[:-1]))
 
 
-def _row(
-    sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes], vocabulary: int
-) -> tuple[SampleOutput, np.ndarray]:
+def _row(sample: LiveSample, output: AgentLoopOutput, images: Sequence[bytes]) -> tuple[SampleOutput, np.ndarray]:
     """Return the row of ``output`` without a score, and the ids (``_align``) of the tokens that it trains, int64 [G].
 
     G is the number of tokens with mask 1.
     """
-    tokens = {*output.prompt_ids, *output.response_ids}
-    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-        raise _refusal(sample, f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}")
-    if odd := {*output.response_mask} - {0, 1}:
-        raise _refusal(sample, f"a mask with {odd.pop()}, which is neither 0 nor 1")
     prompt_ids = np.asarray(output.prompt_ids, dtype=np.int32)
     response_ids = np.asarray(output.response_ids, dtype=np.int32)
     mask = np.asarray(output.response_mask, dtype=np.int8)
-    if mask.shape != response_ids.shape:
-        raise _refusal(sample, f"{len(response_ids)} tokens with a mask of {len(mask)}")
-    given = None
-    if output.response_logprobs:
-        given = np.asarray(output.response_logprobs, dtype=np.float32)
-        if given.shape != response_ids.shape:
-            raise _refusal(sample, f"{len(response_ids)} tokens with {len(given)} log-probs")
+    given = np.asarray(output.response_logprobs, dtype=np.float32) if output.response_logprobs else None
     # A turn that was shown other images had another context, even if its prompt has the same tokens.
     seen = [turn for turn in sample.turns if turn.images == tuple(images[: len(turn.images)])]
     versions, log_probs, sources = _align(sample, seen, prompt_ids, response_ids, mask.astype(bool), given)

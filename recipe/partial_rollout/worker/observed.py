@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -41,7 +41,6 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import (
     FailureVerdict,
-    excess_of,
     missing,
     retry_delay_s,
     verdict_on,
@@ -58,6 +57,7 @@ from recipe.partial_rollout.worker.rewards import (
     reward_of,
     reward_permits,
 )
+from verl_ext.contained import contain, contained
 
 ABORTED = ("aborted", "abort")
 _ID_DIGITS = 12
@@ -78,6 +78,38 @@ def version_of(output: TokenOutput) -> int:
     """Return the policy version that made the last token of ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
+
+
+def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any) -> str | None:
+    """Describe what keeps ``output``, a row of an agent loop, out of a batch; None: nothing.
+
+    verl would train some of it in silence: it pads a mask that is too short with the id of the padding token, which
+    becomes the weight of a token in the loss.
+
+    Args:
+        vocabulary: number of token ids that the model knows.
+        rollout: verl's section, which has the limits of prompts and responses.
+    """
+    prompt, response, log_probs = len(output.prompt_ids), len(output.response_ids), output.response_logprobs
+    if prompt > rollout.prompt_length:
+        return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={rollout.prompt_length})"
+    if response > rollout.response_length:
+        return f"a response of {response} tokens (actor_rollout_ref.rollout.response_length={rollout.response_length})"
+    tokens = {*output.prompt_ids, *output.response_ids}
+    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+        return f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}"
+    if odd := {*output.response_mask} - {0, 1}:
+        return f"a mask with {odd.pop()}, which is neither 0 nor 1"
+    if len(output.response_mask) != response:
+        return f"{response} tokens with a mask of {len(output.response_mask)}"
+    # An empty list says that there are none, as in verl's own loops.
+    if log_probs and len(log_probs) != response:
+        return f"{response} tokens with {len(log_probs)} log-probs"
+    if log_probs and np.isnan(np.asarray(log_probs, dtype=np.float32)).any():
+        return "a log-prob that is no number"
+    if not isinstance(output.num_turns, int | np.integer):
+        return f"num_turns={output.num_turns!r:.60}, which is no integer"
+    return None
 
 
 class ObservedLLMClient(LLMServerClient):
@@ -178,6 +210,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Return the engine calls that ended since this was last called."""
         return self.llm_client.take_calls()
 
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        """Generate as verl's worker does. A loop, tool or reward that exits does not end the worker."""
+        contain(asyncio.get_running_loop())
+        return await super().generate_sequences(batch)
+
     async def _run_agent_loop(
         self,
         sampling_params: dict[str, Any],
@@ -231,7 +268,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(tools),
         )
-        return self._rows_of(await agent_loop.run(dict(params), **row))
+        rows = self._rows_of(await contained(agent_loop.run(dict(params), **row)))
+        for output in rows:
+            if what := misfit(output, self.vocabulary, self.rollout_config):
+                raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {what}")
+        return rows
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model knows."""
+        return self.model_config.hf_config.get_text_config().vocab_size
 
     def _rows_of(self, returned: Any) -> list[AgentLoopOutput]:
         """Return what an agent loop ``returned`` as a list.
@@ -327,14 +373,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             on_rescore: called with each error after which the reward is computed again.
 
         Raises:
-            ValueError: a row does not fit a batch.
             RewardError: there is no score that can be trained.
         """
-        rollout = self.rollout_config
         for output in outputs:
-            sizes = len(output.prompt_ids), len(output.response_ids), rollout.prompt_length, rollout.response_length
-            if excess := excess_of(*sizes):
-                raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {excess}")
             # As verl's worker does: reward functions may read it.
             output.extra_fields["raw_prompt"] = row.get("raw_prompt")
             output.extra_fields = renamed(output.extra_fields, "loop")

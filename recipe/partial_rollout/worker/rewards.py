@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
+from verl_ext.contained import contained
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None 
     limit = asyncio.timeout(deadline_s)
     try:
         async with limit:
-            return await call
+            return await contained(call)
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, InfraError) or is_cancelled():
             raise
