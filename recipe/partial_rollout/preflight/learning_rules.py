@@ -29,9 +29,11 @@ from recipe.partial_rollout.preflight.rule import (
     copies,
     divided,
     divisible,
+    full,
     longest,
     one_of,
     only,
+    unread,
     where,
 )
 
@@ -44,6 +46,43 @@ DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
 """estimators that need a greedy baseline, columns of the reward, or sums over the vocabulary; v1 provides none of
 these"""
+
+_LORA = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "lora_adapter_path": "adapter_path",
+}
+"""verl's keys of LoRA: for FSDP below ``model``, for Megatron below ``model.lora``"""
+
+
+def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
+    """Require that LoRA is set by the keys that the training engine reads; by the others it would train the whole model.
+
+    Args:
+        model: key of the model's section. strategy: key that names its training engine.
+    """
+    adapter = f"{model}.lora_adapter_path"
+    return (
+        *where(
+            lambda c: at(c, strategy) != "megatron",
+            *(unread(f"{model}.lora.{name}", strategy, f"set {full(model)}.{fsdp}") for fsdp, name in _LORA.items()),
+            unread(f"{model}.lora.dropout", strategy, "it has no dropout for LoRA"),
+            unread(f"{model}.lora.type", strategy, "its adapters are plain LoRA"),
+            Rule(
+                f"{model}.lora_rank",
+                lambda v, c: at(c, adapter) is None or v >= 1,
+                f"at least 1 with {full(adapter)}",
+                "otherwise the adapter is not loaded, and the whole model is trained",
+            ),
+        ),
+        *where(
+            lambda c: at(c, strategy) == "megatron",
+            *(unread(f"{model}.{fsdp}", strategy, f"set {full(model)}.lora.{name}") for fsdp, name in _LORA.items()),
+        ),
+    )
+
 
 TRAINING = (
     one_of("model_engine", ("dp", None), "set engine=fsdp2 or engine=megatron to choose the training engine"),
@@ -84,6 +123,9 @@ TRAINING = (
             f"at least data.max_prompt_length={c.data.max_prompt_length}: the samples of longer prompts would fail"
         ),
     ),
+    # what is trained
+    *_lora("model", "actor.strategy"),
+    *where(need_critic, *_lora("critic.model", "critic.strategy")),
     # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
         Rule(

@@ -158,6 +158,14 @@ def _declared() -> dict[str, Any]:
     return merged
 
 
+def default_of(key: str) -> Any:
+    """Return verl's default of ``key``, which is written in full; None if verl does not declare it."""
+    node: Any = _declared()
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
 def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | None = None) -> None:
     """Refuse the first mistake in ``node``.
 
