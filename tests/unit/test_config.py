@@ -201,6 +201,11 @@ VERLS_MISTAKES = {
     f"{MODEL}.lora_adapter_path=/adapter": "lora_rank=0: at least 1 with actor_rollout_ref.model.lora_adapter_path",
     f"engine=megatron {MODEL}.lora_rank=8": f"default, 0, because megatron does not read it: set {MODEL}.lora.rank",
     f"{GAE} critic.model.lora.rank=8": "default, 0, because fsdp2 does not read it: set critic.model.lora_rank",
+    f"{ACTOR}.freeze_vision_tower=True": "verl's default, False, because verl 0.9.1 does not read it",
+    f"{ACTOR}.clip_ratio=0.05": "0.2, verl's default: set clip_ratio_low and clip_ratio_high, which take its place",
+    f"{ROLLOUT}.val_kwargs.do_sample=False {ROLLOUT}.val_kwargs.temperature=1.0": "True, or rollout.val_kwargs.temperature",
+    f"{ROLLOUT}.do_sample=False": "verl's default, True, because verl 0.9.1 does not read it",
+    f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",

@@ -36,6 +36,7 @@ from recipe.partial_rollout.preflight.rule import (
     unread,
     where,
 )
+from recipe.partial_rollout.preflight.verl_keys import default_of
 
 _FILTER = "algorithm.filter_groups"
 _FILTERED = f"{_FILTER}.enable=True"
@@ -285,6 +286,25 @@ LEARNING = (
     *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
+    ),
+    Rule(
+        "actor.clip_ratio",
+        lambda v, c: (
+            v in (None, default_of("actor_rollout_ref.actor.clip_ratio"))
+            or None in (bounds := (at(c, "actor.clip_ratio_low"), at(c, "actor.clip_ratio_high")))
+            or bounds == (v, v)
+        ),
+        lambda _: (
+            f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default: set clip_ratio_low and "
+            "clip_ratio_high, which take its place"
+        ),
+    ),
+    # validation
+    Rule(
+        "rollout.val_kwargs.do_sample",
+        lambda v, c: v or at(c, "rollout.val_kwargs.temperature") == 0,
+        "True, or rollout.val_kwargs.temperature=0, which is greedy",
+        "verl reads temperature, top_p and top_k alone",
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
