@@ -36,6 +36,7 @@ SEPARATE, TP = f"{P}.placement=separate", f"{ROLLOUT}.tensor_model_parallel_size
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
 MODEL_RM = f"{P}.reward_in_worker=False reward.reward_model"
 V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
+MODEL = "actor_rollout_ref.model"
 BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 
 
@@ -193,6 +194,19 @@ VERLS_MISTAKES = {
     f"{ACTOR}.use_kl_loss=True {ACTOR}.strategy=fsdp2 actor_rollout_ref.ref.log_prob_{BUDGET}=9": "at least 1,600",
     f"{GAE} critic.forward_{BUDGET}=8 critic.ppo_{BUDGET}=8": "at least 1,600",
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": f"must equal {ACTOR}.use_dynamic_bsz=True",
+    # LoRA: each training engine reads keys of its own
+    f"{MODEL}.lora.rank=8": f"verl's default, 0, because fsdp2 does not read it: set {MODEL}.lora_rank",
+    f"{MODEL}.lora.rank=8 {MODEL}.lora.merge=True {ACTOR}.strategy=fsdp": f"0, because fsdp does not read it: set {MODEL}",
+    f"{MODEL}.lora_rank=8 {MODEL}.lora.alpha=64": f"default, 32, because fsdp2 does not read it: set {MODEL}.lora_alpha",
+    f"{MODEL}.lora_rank=8 {MODEL}.lora.dropout=0.1": "0.0, because fsdp2 does not read it: it has no dropout for LoRA",
+    f"{MODEL}.lora_adapter_path=/adapter": "lora_rank=0: at least 1 with actor_rollout_ref.model.lora_adapter_path",
+    f"engine=megatron {MODEL}.lora_rank=8": f"default, 0, because megatron does not read it: set {MODEL}.lora.rank",
+    f"{GAE} critic.model.lora.rank=8": "default, 0, because fsdp2 does not read it: set critic.model.lora_rank",
+    f"{ACTOR}.freeze_vision_tower=True": "verl's default, False, because verl 0.9.1 does not read it",
+    f"{ACTOR}.clip_ratio=0.05": "0.2, verl's default: set clip_ratio_low and clip_ratio_high, which take its place",
+    f"{ROLLOUT}.val_kwargs.do_sample=False {ROLLOUT}.val_kwargs.temperature=1.0": "True, or rollout.val_kwargs.temperature",
+    f"{ROLLOUT}.do_sample=False": "verl's default, True, because verl 0.9.1 does not read it",
+    f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",

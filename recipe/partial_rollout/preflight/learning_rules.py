@@ -29,11 +29,14 @@ from recipe.partial_rollout.preflight.rule import (
     copies,
     divided,
     divisible,
+    full,
     longest,
     one_of,
     only,
+    unread,
     where,
 )
+from recipe.partial_rollout.preflight.verl_keys import default_of
 
 _FILTER = "algorithm.filter_groups"
 _FILTERED = f"{_FILTER}.enable=True"
@@ -44,6 +47,43 @@ DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
 """estimators that need a greedy baseline, columns of the reward, or sums over the vocabulary; v1 provides none of
 these"""
+
+_LORA = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "lora_adapter_path": "adapter_path",
+}
+"""verl's keys of LoRA: for FSDP below ``model``, for Megatron below ``model.lora``"""
+
+
+def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
+    """Require that LoRA is set by the keys that the training engine reads; by the others it would train the whole model.
+
+    Args:
+        model: key of the model's section. strategy: key that names its training engine.
+    """
+    adapter = f"{model}.lora_adapter_path"
+    return (
+        *where(
+            lambda c: at(c, strategy) != "megatron",
+            *(unread(f"{model}.lora.{name}", strategy, f"set {full(model)}.{fsdp}") for fsdp, name in _LORA.items()),
+            unread(f"{model}.lora.dropout", strategy, "it has no dropout for LoRA"),
+            unread(f"{model}.lora.type", strategy, "its adapters are plain LoRA"),
+            Rule(
+                f"{model}.lora_rank",
+                lambda v, c: at(c, adapter) is None or v >= 1,
+                f"at least 1 with {full(adapter)}",
+                "otherwise the adapter is not loaded, and the whole model is trained",
+            ),
+        ),
+        *where(
+            lambda c: at(c, strategy) == "megatron",
+            *(unread(f"{model}.{fsdp}", strategy, f"set {full(model)}.lora.{name}") for fsdp, name in _LORA.items()),
+        ),
+    )
+
 
 TRAINING = (
     one_of("model_engine", ("dp", None), "set engine=fsdp2 or engine=megatron to choose the training engine"),
@@ -84,6 +124,9 @@ TRAINING = (
             f"at least data.max_prompt_length={c.data.max_prompt_length}: the samples of longer prompts would fail"
         ),
     ),
+    # what is trained
+    *_lora("model", "actor.strategy"),
+    *where(need_critic, *_lora("critic.model", "critic.strategy")),
     # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
         Rule(
@@ -247,6 +290,25 @@ LEARNING = (
     *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
+    ),
+    Rule(
+        "actor.clip_ratio",
+        lambda v, c: (
+            v in (None, default_of("actor_rollout_ref.actor.clip_ratio"))
+            or None in (bounds := (at(c, "actor.clip_ratio_low"), at(c, "actor.clip_ratio_high")))
+            or bounds == (v, v)
+        ),
+        lambda _: (
+            f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default: set clip_ratio_low and "
+            "clip_ratio_high, which take its place"
+        ),
+    ),
+    # validation
+    Rule(
+        "rollout.val_kwargs.do_sample",
+        lambda v, c: v or at(c, "rollout.val_kwargs.temperature") == 0,
+        "True, or rollout.val_kwargs.temperature=0, which is greedy",
+        "verl reads temperature, top_p and top_k alone",
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),

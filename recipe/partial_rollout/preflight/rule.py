@@ -18,6 +18,7 @@ from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import trainer_devices
+from recipe.partial_rollout.preflight.verl_keys import default_of
 
 BATCH, GPUS = "data.train_batch_size", "trainer.n_gpus_per_node"
 CORRECTION, LOSS = "algorithm.rollout_correction", "actor.policy_loss.loss_mode"
@@ -97,6 +98,20 @@ def one_of(key: str, names: Collection[Any], why: str = "") -> Rule:
         lambda value, _: value in names,
         lambda _: "one of " + ", ".join(sorted("null" if name is None else str(name) for name in names)),
         why,
+    )
+
+
+def unread(key: str, strategy: str, instead: str) -> Rule:
+    """Require verl's default, because the training engine that ``strategy`` names does not read ``key``.
+
+    ``instead`` says what to do.
+    """
+    default = default_of(full(key))
+    return Rule(
+        key,
+        lambda value, _: value == default or not (value or default),
+        lambda c: f"must stay at verl's default, {default}, because {at(c, strategy)} does not read it",
+        instead,
     )
 
 

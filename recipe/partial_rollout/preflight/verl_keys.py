@@ -124,8 +124,13 @@ _MOVED = {
     "actor_rollout_ref.actor.grad_clip": "reads actor_rollout_ref.actor.optim.clip_grad instead",
     "critic.grad_clip": "reads critic.optim.clip_grad instead",
     "data.sampler": "does not read it",
+    "actor_rollout_ref.actor.freeze_vision_tower": "does not read it",
+    "actor_rollout_ref.rollout.do_sample": "does not read it",
+    "actor_rollout_ref.rollout.repetition_penalty": "samples with 1.0 whatever it says",
 }
-"""keys that verl declares and no longer reads, each with the end of its error message"""
+"""keys that verl does not read, or no longer, each with the end of its error message"""
+_LACKING = {"actor_rollout_ref.rollout.repetition_penalty": 1.0}
+"""defaults of those keys of ``_MOVED`` that only verl's dataclasses declare"""
 _ALIKE = 0.77
 """least similarity (``difflib``'s) to a known key that makes an unknown one a misspelling: ``save_frequency`` is one,
 of ``save_freq``; ``data.filter_prompts``, which verl reads without declaring it, is none"""
@@ -158,6 +163,14 @@ def _declared() -> dict[str, Any]:
     return merged
 
 
+def default_of(key: str) -> Any:
+    """Return verl's default of ``key``, which is written in full; None if verl does not declare it."""
+    node: Any = _declared()
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
 def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | None = None) -> None:
     """Refuse the first mistake in ``node``.
 
@@ -174,6 +187,7 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
         if at in _OPEN or name == _TARGET:
             continue
         if at in _MOVED:
+            default = _LACKING.get(at, default)
             if value not in (default, None, {}):
                 words = f"must stay at verl's default, {default}, because verl {verl.__version__} {_MOVED[at]}"
                 raise fail(at, value, words)

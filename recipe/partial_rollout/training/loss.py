@@ -318,7 +318,8 @@ def needs_pass(config: DictConfig) -> bool:
     * with several updates a batch: later ones start from other weights;
     * for rejection, the KL penalty on rewards and some estimators: they read the log-probs before the update;
     * for normalised weights: they need the whole batch, and the loss sees one micro-batch;
-    * with LoRA dropout: it would change the update's log-probs;
+    * with LoRA's dropout (Megatron's; under FSDP only a loaded adapter may have one): it would change the update's
+      log-probs;
     * with router replay R2: it records its routes in the pass.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -331,6 +332,7 @@ def needs_pass(config: DictConfig) -> bool:
         or algorithm.use_kl_in_reward
         or algorithm.adv_estimator in _READS_OLD_LOG_PROBS
         or OmegaConf.select(config, "actor_rollout_ref.model.lora.dropout")
+        or OmegaConf.select(config, "actor_rollout_ref.model.lora_adapter_path")
         or OmegaConf.select(config, f"actor_rollout_ref.{ROUTER_REPLAY}") == "R2"
     )
 
