@@ -61,6 +61,17 @@ def test_source_resumed_with_fewer_prompts_than_were_taken_gives_none():
     assert (state["epoch"], state["position"]) == (1, 4)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_batch_whose_rows_differ_in_their_keys_is_refused_before_a_prompt_is_made(first):
+    """Rows of a user's own dataset class; verl's noPR refuses them by an assertion."""
+    hints = [{"hint": f"hint of {i}"} if i % 2 == 0 else {} for i in range(8)]
+    mixed = [{**hint, **row} if first else {**row, **hint} for hint, row in zip(hints, ROWS, strict=False)]
+    source = PromptSource(StatefulDataLoader(mixed, 4, num_workers=0, drop_last=True, collate_fn=collate_fn), total=8)
+    with pytest.raises(RuntimeError, match=r"^rows of data.train_files .* a batch of 4 has hint 2 times$"):
+        source.take(1)
+    assert source.state_dict()["rows"] == []
+
+
 @pytest.mark.timeout(20)
 def test_loader_that_gives_nothing_ends_the_run_instead_of_a_loop():
     """It promises two batches and gives none, as a sampler of the user's own may."""

@@ -10,8 +10,9 @@ import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs
+from recipe.partial_rollout.preflight.columns import check_columns
 from recipe.partial_rollout.preflight.inputs import cache_by_content
-from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from tests.unit.shared import settings_of
 
@@ -187,3 +188,13 @@ def test_own_loop_may_read_another_kind_of_prompt(check):
     check([row(ASKED)], BRANCHES, OWN_LOOP)
     with pytest.raises(ConfigError, match="'role': 'human'"):
         check([row(({"role": "human", "content": ASKED},))], BRANCHES, OWN_LOOP)
+
+
+def test_row_whose_keys_differ_from_the_first_rows_is_refused(resolved_config):
+    """Rows of a user's own dataset class."""
+    rows = [{**row(), "raw_prompt": [USER], **({"hint": "h"} if i != 2 else {"other": "o"})} for i in range(4)]
+    tokenizer, config = build_tokenizer(), resolved_config("quickstart_cpu")
+    said = r"^data.train_files=.*: rows that all have the same keys; row 2 lacks hint, has other, unlike the first row$"
+    with pytest.raises(ConfigError, match=said):
+        check_rows(config, settings_of(enable=True), rows, "data.train_files", tokenizer)
+    check_rows(config, settings_of(enable=True), rows[:2], "data.train_files", tokenizer)

@@ -19,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints
 from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
 from recipe.partial_rollout.config.settings import ROOT, PartialRolloutConfig, verls_own
+from recipe.partial_rollout.preflight.columns import check_columns
 from recipe.partial_rollout.preflight.inputs import (
     MODEL,
     cache_by_content,
@@ -29,7 +30,7 @@ from recipe.partial_rollout.preflight.inputs import (
     size_bucket,
 )
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import check_columns, check_rows, dataset_of
+from recipe.partial_rollout.preflight.rows import check_rows, dataset_of
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full

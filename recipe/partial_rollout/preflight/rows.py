@@ -1,16 +1,14 @@
 """Check the rows of the data before Ray starts.
 
-They must have the columns that agent loops and reward managers read. Their prompts must reach the model whole, their
-images must fit into memory, and a checkpoint must be able to hold them.
+Their prompts must reach the model whole, their images must fit into memory, and a checkpoint must be able to hold them.
+``columns`` checks which columns they have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import pyarrow.parquet
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.chat_template import apply_chat_template
 from verl.utils.tokenizer.tokenizer import build_multimodal_processor_inputs
 
@@ -27,14 +24,11 @@ from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.checkpoint.row_images import MESSAGES, closed_row, kinds_of
 from recipe.partial_rollout.config.keys import fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight.columns import LOOP, VERLS_LOOPS
 from recipe.partial_rollout.preflight.inputs import INSTALL_IMAGES, is_installed
 from recipe.partial_rollout.preflight.rule import at
-from recipe.partial_rollout.preflight.user_code import agent_loops
 from recipe.partial_rollout.worker.pictures import SEES, Pictures
 
-_LOOP = "agent_name"
-"""column that names a row's agent loop"""
-_VERLS_LOOPS = {"single_turn_agent", "tool_agent"}
 MOST_TRIED = 256
 """most rows that are tried, at even distances over the dataset, because its first rows may hold null"""
 _SEEN = 16
@@ -73,49 +67,6 @@ def _has_column(files: Any, column: str) -> bool:
     return any(column in pyarrow.parquet.read_schema(name).names for name in found)
 
 
-def check_columns(config: DictConfig, dataset: Any, key: str) -> None:
-    """Refuse rows that name an unknown agent loop, or lack a column that verl's reward managers read.
-
-    verl would notice neither before a sample is made. Nothing is checked if a user's own dataset class keeps no table.
-    """
-    table, value = getattr(dataset, "dataframe", None), at(config, key)
-    if table is None:
-        return
-    columns, loops = table.features.flatten(), [config.actor_rollout_ref.rollout.agent.default_agent_loop]
-    if _LOOP in columns:
-        loops, known = table.unique(_LOOP), agent_loops(config)
-        if unknown := {*loops} - known:
-            words = f"{_LOOP} of each row must be one of {', '.join(sorted(known))}"
-            raise fail(key, value, f"{words}; rows name {', '.join(map(str, unknown))}, which is not registered")
-    # A loop of the user's own may score its samples itself.
-    own_loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path or {*loops} - _VERLS_LOOPS
-    reward = config.reward
-    # A reward model alone reads no row.
-    by_model = reward.reward_model.enable and not reward.custom_reward_function.path
-    if own_loops or by_model or reward.reward_manager.source != "register":
-        return
-    for column in ("data_source", "reward_model.ground_truth"):
-        if column not in columns:
-            words = "rows with data_source and reward_model.ground_truth, which reward manager"
-            raise fail(key, value, f"{words} {reward.reward_manager.name} reads; these rows have no {column}")
-    if not reward.custom_reward_function.path:
-        _check_sources(key, table)
-
-
-def _check_sources(key: str, table: Any) -> None:
-    """Raise ``ConfigError`` for a ``data_source`` that verl has no reward function for."""
-    for source in table.unique("data_source"):
-        try:
-            # A scorer that exists raises something else, because it gets nothing to score; one of them prints.
-            with redirect_stdout(StringIO()):
-                default_compute_score(source, None, None)
-        except NotImplementedError as error:
-            words = f"a file with your reward function; verl has none for data_source={source} of {key}"
-            raise fail("reward.custom_reward_function.path", None, words) from error
-        except Exception:
-            continue
-
-
 def check_rows(
     config: DictConfig, settings: PartialRolloutConfig, dataset: Sequence[dict[str, Any]], key: str, renderer: Any
 ) -> None:
@@ -138,11 +89,12 @@ def check_rows(
         "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
     )
     pixels: list[int] = []
+    first: Iterable[str] | None = None
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), MOST_TRIED)).astype(int).tolist():
         with refusing(key, value, f"{words}; row {numbers[i]} is not such a row"):
             row = dataset[i]
             kinds = kinds_of(row.get(MESSAGES))
-            verls = row.get(_LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in _VERLS_LOOPS
+            verls = row.get(LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in VERLS_LOOPS
             # A loop of the user's own may read other columns, or a prompt of another kind.
             if verls or _are_messages(row.get("raw_prompt")):
                 _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
@@ -150,6 +102,8 @@ def check_rows(
                 pixels.append(_checked_pixels(config, dataset, row, renderer))
             if verls:
                 int(row.get("priority", 0))
+        first = first or row.keys()
+        _check_keys(key, value, numbers[i], row.keys(), first)
         if settings.enable:
             _check_media(config, key, numbers[i], kinds, renderer)
         try:
@@ -160,6 +114,16 @@ def check_rows(
             raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
     if settings.enable and pixels:
         _check_memory(key, value, config.data.train_batch_size * float(np.mean(pixels)))
+
+
+def _check_keys(key: str, value: Any, number: int, keys: Iterable[str], first: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if row ``number`` has other keys than the first row: a batch has one column for each key."""
+    lacks, has = sorted({*first} - {*keys}), sorted({*keys} - {*first})
+    if lacks or has:
+        parts = [f"{verb} {', '.join(names)}" for verb, names in (("lacks", lacks), ("has", has)) if names]
+        raise fail(
+            key, value, f"rows that all have the same keys; row {number} {', '.join(parts)}, unlike the first row"
+        )
 
 
 def _check_media(config: DictConfig, key: str, number: int, kinds: set[str], renderer: Any) -> None:

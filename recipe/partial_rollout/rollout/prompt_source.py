@@ -167,7 +167,16 @@ def with_tensors(state: Any) -> Any:
 
 
 def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The non-tensor fields of each row of a collated batch."""
+    """The non-tensor fields of each row of a collated batch.
+
+    Raises:
+        RuntimeError: some rows lack a key. ``collate_fn`` puts what the others have into a shorter column, which no
+        longer says whose values they are.
+    """
+    size = max(map(len, batch.values()))
+    if short := [f"{key} {len(value)} times" for key, value in batch.items() if len(value) != size]:
+        raise RuntimeError(
+            f"rows of data.train_files must all have the same keys; a batch of {size} has {', '.join(short)}"
+        )
     fields = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
-    size = len(next(iter(fields.values())))
     return [{key: value[i] for key, value in fields.items()} for i in range(size)]
