@@ -378,7 +378,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for output in outputs:
             # As verl's worker does: reward functions may read it.
             output.extra_fields["raw_prompt"] = row.get("raw_prompt")
-            output.extra_fields = renamed(output.extra_fields, "loop")
         last = outputs[-1]
         if last.reward_score is not None:
             self._check_score(last, row, validate)
@@ -387,6 +386,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for output in outputs[:-1]:
             output.reward_score = last.reward_score
             output.extra_fields[REWARD_INFO] = last.extra_fields.get(REWARD_INFO)
+        for output in outputs:
+            output.extra_fields = renamed(output.extra_fields, "loop")
 
     async def _ask_for_score(self, outputs: list[AgentLoopOutput], row: dict[str, Any], validate: bool) -> None:
         output = outputs[-1]
