@@ -105,16 +105,10 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         info: extra information of the reward. parts: keys of it that must have numbers too.
 
     Raises:
-        RewardError: one is no number that can be trained, ``info`` is no dictionary, or the function gave no score.
+        RewardError: one is no number that can be trained, or ``info`` is no dictionary.
     """
     if not isinstance(info, Mapping):
         raise RewardError(f"reward for prompt {prompt} returned extra information {info!r:.60}: expected a dictionary")
-    # verl's rate_limited manager answers with 0 and exactly this for a function that raised, or was late. What a function
-    # itself returns has a "score", or no word of an error.
-    if set(info) == {"acc", "timeout"} and info["timeout"] is True:
-        raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
-    if set(info) == {"acc", "error"}:
-        raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
     fields = {
         f"reward of prompt {prompt}": score,
         **{f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts},
@@ -123,6 +117,19 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
     return float(score)
+
+
+def check_limited(prompt: Any, info: Mapping[str, Any]) -> None:
+    """Check ``info`` of an answer of verl's rate_limited manager.
+
+    Raises:
+        RewardError: the function raised or was late. The manager answers with 0 then and exactly these keys; what a
+            function returns itself has a "score", or a dictionary of "acc" alone.
+    """
+    if set(info) == {"acc", "timeout"}:
+        raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
+    if set(info) == {"acc", "error"}:
+        raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
 
 
 class RewardWorkers:
