@@ -237,8 +237,8 @@ def test_too_many_failed_samples_end_the_run_by_the_users_file_and_line():
 
 
 def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch):
-    """verl's update asserts that no two of a batch have a name."""
-    run, names = Loop.run, ("temperature", "returns", "responses")
+    """verl's update asserts that no two of a batch have a name; an engine takes a column for its parameter."""
+    run, names = Loop.run, ("temperature", "returns", "responses", "pad_token_id", "tool_call_counts", "uid")
 
     async def leaves(self, sampling_params, **row):
         output = await run(self, sampling_params, **row)
@@ -246,11 +246,14 @@ def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch
         return output
 
     monkeypatch.setattr(Loop, "run", leaves)
-    output = generated(lambda **given: {"score": 1.0, **dict.fromkeys(names, 0.7)}, rows(2, 3))
+    given = {"score": 1.0, True: "no text", **dict.fromkeys((*names, REWARD_INFO), 0.7)}
+    output = generated(lambda **_: given, rows(2, 3))
     output.meta_info["temperature"], output.batch["returns"] = 1.0, torch.zeros(2, R)
     del output.meta_info["metrics"]
     output.to_tensordict()
+    assert output.non_tensor_batch["True"].tolist() == ["no text"] * 2
     for name in names:
+        assert name not in output.non_tensor_batch
         assert output.non_tensor_batch[f"reward_{name}"].tolist() == [0.7, 0.7]
         assert output.non_tensor_batch[f"loop_{name}"].tolist() == [[0.5], [0.5]]
 

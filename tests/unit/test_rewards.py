@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker import rewards
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
-from recipe.partial_rollout.worker.rewards import RewardError, checked, reward_of, reward_permits
+from recipe.partial_rollout.worker.rewards import RewardError, check_limited, checked, reward_of, reward_permits
 from tests.unit.conftest import build_config
 
 CONFIG = (
@@ -153,7 +153,7 @@ async def test_error_that_verls_manager_scores_zero_is_a_failed_reward(judge, sa
     found = await manager_of("rate_limited", judge, timeout=0.05).run_single(one_row())
     assert found["reward_score"] == 0.0
     with pytest.raises(RewardError, match=f"reward function {said}"):
-        checked(found["reward_score"], "0/7", found["reward_extra_info"])
+        check_limited("0/7", found["reward_extra_info"])
 
 
 @pytest.mark.parametrize("name", ["naive", "rate_limited"])
@@ -161,8 +161,24 @@ async def test_score_beside_words_of_an_error_is_a_score(name):
     """A judge of programs may say that the model's program failed, or was late."""
     for said in ({"error": "SyntaxError"}, {"timeout": True}, {"acc": 0.0, "error": "", "timeout": True}):
         found = await manager_of(name, lambda said=said, **_: {"score": 0.0, **said}).run_single(one_row())
+        check_limited("0/7", found["reward_extra_info"])
         assert checked(found["reward_score"], "0/7", found["reward_extra_info"]) == 0.0
-    assert checked(0.0, "0/7", {"acc": 0.0, "timeout": False}) == 0.0
+
+
+@pytest.mark.parametrize("own_score", [True, False], ids=["the loop's", "a manager's"])
+@pytest.mark.parametrize("limits", [["name=rate_limited"], ["name=rate_limited", "source=importlib"]])
+async def test_words_of_verls_manager_are_a_failure_in_its_answers_alone(monkeypatch, own_score, limits):
+    info = {"acc": 1.0, "error": None}
+
+    async def answers(self, outputs, kwargs):
+        outputs[-1].reward_score, outputs[-1].extra_fields["reward_extra_info"] = 1.0, info
+
+    monkeypatch.setattr(AgentLoopWorker, "_compute_score", answers)
+    worker = worker_of(monkeypatch, *[f"reward.reward_manager.{limit}" for limit in limits])
+    output = SimpleNamespace(reward_score=1.0 if own_score else None, extra_fields={"reward_extra_info": info})
+    is_verls = len(limits) == 1 and not own_score
+    with pytest.raises(RewardError) if is_verls else contextlib.nullcontext():
+        await worker._score([output], {"uid": "0/7"})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from hydra.utils import get_class, instantiate
-from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -52,6 +51,7 @@ from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
     RewardWorkers,
+    check_limited,
     checked,
     renamed,
     reward_of,
@@ -189,6 +189,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     _filter: FilterSettings | None = None
     """PR: settings of dynamic sampling, whose metric each score must have; None without ``algorithm.filter_groups``"""
 
+    _limited = False
+    """whether verl's rate_limited manager calls the reward function"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.config.partial_rollout.reward_in_worker:
@@ -203,8 +206,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         self._parts = (algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
         """keys that each reward must have beside its score: GDPO takes its advantages from them"""
         # This manager of verl's queues the calls itself, and gives each a deadline of its own (``reward.timeout``).
-        queues = OmegaConf.select(self.config, "reward.reward_manager.name") == "rate_limited"
-        self._reward_s = None if queues else self.config.partial_rollout.deadlines.reward_s
+        manager = self.config.reward.reward_manager
+        self._limited = (manager.name, manager.source) == ("rate_limited", "register")
+        self._reward_s = None if self._limited else self.config.partial_rollout.deadlines.reward_s
 
     def take_calls(self) -> list[EngineCall]:
         """Return the engine calls that ended since this was last called."""
@@ -378,7 +382,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for output in outputs:
             # As verl's worker does: reward functions may read it.
             output.extra_fields["raw_prompt"] = row.get("raw_prompt")
-            output.extra_fields = renamed(output.extra_fields, "loop")
         last = outputs[-1]
         if last.reward_score is not None:
             self._check_score(last, row, validate)
@@ -387,6 +390,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for output in outputs[:-1]:
             output.reward_score = last.reward_score
             output.extra_fields[REWARD_INFO] = last.extra_fields.get(REWARD_INFO)
+        for output in outputs:
+            output.extra_fields = renamed(output.extra_fields, "loop")
 
     async def _ask_for_score(self, outputs: list[AgentLoopOutput], row: dict[str, Any], validate: bool) -> None:
         output = outputs[-1]
@@ -394,6 +399,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         async with self._rewards:
             # The deadline starts only now, when the call has a permit and runs.
             await reward_of(self._compute_score(outputs, row), row.get("uid"), self._reward_s)
+        if self._limited:
+            check_limited(row.get("uid"), output.extra_fields.get(REWARD_INFO) or {})
         # Without reward workers a score comes later, of a colocated reward model.
         if output.reward_score is not None or self.reward_loop_worker_handles is not None:
             self._check_score(output, row, validate)

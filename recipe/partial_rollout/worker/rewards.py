@@ -7,7 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -23,12 +23,23 @@ _ANSWERS_WITHIN_S = 5.0
 REWARD_INFO = "reward_extra_info"
 """verl's key for the dictionary that a reward function returns beside the score"""
 _TRAINERS = {
+    # columns of the batch, its meta information, and columns that metrics read
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
     "rollout_versions", "rm_scores", "token_level_scores", "token_level_rewards", "old_log_probs", "entropys",
     "ref_log_prob", "values", "advantages", "returns", "rollout_is_weights", "reward_baselines", "sum_pi_squared",
-    "global_token_num", "images_seqlens", "temperature", "multi_turn",
+    "global_token_num", "images_seqlens", "temperature", "multi_turn", "reward_extra_keys", "dummy_tensor",
+    "routed_experts", "teacher_ids", "teacher_logprobs", "multi_modal_inputs", "uid", "data_source", "reward_model",
+    "extra_info", "__num_turns__", "__row__", "tool_call_counts",
+    # parameters of an engine, which a column would replace
+    "use_dynamic_bsz", "sp_size", "force_group_size", "pad_mode", "pad_token_id", "use_remove_padding",
+    "use_fused_kernels", "disable_auto_offload", "no_lora_adapter", "enable_routing_replay", "max_response_length",
+    "return_model_output", "update_lr_scheduler", "record_r2_routes", "local_cp_size", "forced_max_seqlen",
 }  # fmt: skip
-"""column names of verl's trainer: its update asserts that no other column of a batch has one of them"""
+"""names of verl's trainer: a column of a reward or a loop with one of them ends its update, or changes it in silence"""
+_WORKERS = {
+    "raw_prompt", REWARD_INFO, "spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps",
+}  # fmt: skip
+"""names of verl's worker and engine, which give a loop's fields some of them"""
 
 
 def reward_permits(config: Any) -> int | None:
@@ -77,15 +88,14 @@ async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None 
         raise RewardError(f"reward function {why}") from error
 
 
-def renamed(fields: Mapping[str, Any], who: str) -> dict[str, Any]:
-    """Return ``fields`` of a sample, with ``who_`` before each name that verl's trainer uses itself (``_TRAINERS``).
+def renamed(fields: Mapping[Any, Any], who: Literal["reward", "loop"]) -> dict[str, Any]:
+    """Return ``fields``, which a reward or a loop gave, with text as names and ``who_`` before each name of verl's.
 
-    ``who`` is "reward" or "loop", which gave the fields.
-
-    >>> renamed({"acc": 1.0, "temperature": 0.7}, "reward")
-    {'acc': 1.0, 'reward_temperature': 0.7}
+    >>> renamed({"acc": 1.0, "temperature": 0.7, 3: "c"}, "reward")
+    {'acc': 1.0, 'reward_temperature': 0.7, '3': 'c'}
     """
-    return {f"{who}_{name}" if name in _TRAINERS else name: value for name, value in fields.items()}
+    verls = _TRAINERS | _WORKERS if who == "reward" else _TRAINERS
+    return {f"{who}_{name}" if name in verls else str(name): value for name, value in fields.items()}
 
 
 def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
@@ -95,16 +105,10 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         info: extra information of the reward. parts: keys of it that must have numbers too.
 
     Raises:
-        RewardError: one is no number that can be trained, ``info`` is no dictionary, or the function gave no score.
+        RewardError: one is no number that can be trained, or ``info`` is no dictionary.
     """
     if not isinstance(info, Mapping):
         raise RewardError(f"reward for prompt {prompt} returned extra information {info!r:.60}: expected a dictionary")
-    # verl's rate_limited manager answers with 0 and exactly this for a function that raised, or was late. What a function
-    # itself returns has a "score", or no word of an error.
-    if set(info) == {"acc", "timeout"} and info["timeout"] is True:
-        raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
-    if set(info) == {"acc", "error"}:
-        raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
     fields = {
         f"reward of prompt {prompt}": score,
         **{f"{key} (algorithm.gdpo_reward_keys) in the reward of prompt {prompt}": info.get(key) for key in parts},
@@ -113,6 +117,19 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
     return float(score)
+
+
+def check_limited(prompt: Any, info: Mapping[str, Any]) -> None:
+    """Check ``info`` of an answer of verl's rate_limited manager.
+
+    Raises:
+        RewardError: the function raised or was late. The manager answers with 0 then and exactly these keys; what a
+            function returns itself has a "score", or a dictionary of "acc" alone.
+    """
+    if set(info) == {"acc", "timeout"}:
+        raise RewardError(f"reward function gave no score for prompt {prompt} in time (reward.timeout)")
+    if set(info) == {"acc", "error"}:
+        raise RewardError(f"reward function failed on prompt {prompt}: {info['error']}")
 
 
 class RewardWorkers:
