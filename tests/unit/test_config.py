@@ -23,6 +23,7 @@ from recipe.partial_rollout.preflight.rule import broken, full
 from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
 from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
+from recipe.partial_rollout.training.loss import DIVERGENCE_LOSSES
 from tests.unit.shared import check_config, settings_of
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -126,7 +127,7 @@ MISTAKES = {
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
-    f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
+    f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: at least 1, or lower_upper as text",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1; or null (no dual clip)",
@@ -143,6 +144,10 @@ MISTAKES = {
     f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": f"one of 1, null if {FILTERS}: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
     f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
+    f"algorithm=gspo {P}.trust_region_bounds=[0.1,0.1]": "null: partial_rollout.trust_region=auto is no region",
+    f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "trust_region=none is no region",
+    f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
+    f"{LOSS}=dppo_tv {P}.trust_region=mask": "trust_region_bounds=None: [low, high]",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
@@ -335,7 +340,8 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above(configure
     dual = {name for name, loss in POLICY_LOSS_REGISTRY.items() if "clip_ratio_c" in getsource(loss)}
     assert dual == {*DUAL_CLIPS}
     for loss_mode in USING:
-        check_settings(configure(f"{LOSS}={loss_mode}", f"{P}.trust_region=mask"))
+        bounds = (f"{P}.trust_region_bounds=[0.2,0.2]",) if loss_mode in DIVERGENCE_LOSSES else ()
+        check_settings(configure(f"{LOSS}={loss_mode}", f"{P}.trust_region=mask", *bounds))
 
 
 @pytest.mark.parametrize(

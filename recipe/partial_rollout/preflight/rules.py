@@ -45,9 +45,16 @@ from recipe.partial_rollout.preflight.rule import (
     where,
 )
 from recipe.partial_rollout.terminal import say
-from recipe.partial_rollout.training.loss import ROUTER_REPLAY, WeightGranularity, weight_granularity
+from recipe.partial_rollout.training.loss import (
+    DIVERGENCE_LOSSES,
+    ROUTER_REPLAY,
+    BehaviourRegion,
+    WeightGranularity,
+    weight_granularity,
+)
 from recipe.partial_rollout.worker.llm_client import WHOLE
 
+_BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
@@ -59,6 +66,11 @@ _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.p
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
 # The config may be of a run that lacked a key; the settings have its default.
 _own = PartialRolloutConfig.from_config
+
+
+def _region(config: DictConfig) -> BehaviourRegion | None:
+    return BehaviourRegion.of(_own(config), config.actor_rollout_ref.actor)
+
 
 _ENGINES = (
     *where(
@@ -177,6 +189,28 @@ _PARTIAL_ROLLOUT = (
         one_of(f"{CORRECTION}.rollout_is", (None,)),
     ),
     *where(
+        _PR,
+        Rule(
+            _BOUNDS,
+            lambda v, c: v is None or _region(c) is not None,
+            lambda c: (
+                f"null: partial_rollout.trust_region={_own(c).trust_region} is no region with "
+                f"partial_rollout.correction={_own(c).correction} and loss_mode={at(c, LOSS)}"
+                + ("" if _own(c).correction is Correction.NONE else "; or set partial_rollout.trust_region=mask")
+            ),
+        ),
+    ),
+    *where(
+        ("partial_rollout.trust_region=mask", _PR, lambda c: at(c, LOSS) in DIVERGENCE_LOSSES),
+        Rule(
+            _BOUNDS,
+            lambda v, _: v is not None,
+            lambda c: (
+                f"[low, high], such as [0.2,0.2]: the clip bounds of {at(c, LOSS)} are thresholds of a divergence"
+            ),
+        ),
+    ),
+    *where(
         (_CORRECTED, _PR),
         *(
             one_of(
@@ -204,7 +238,9 @@ _PARTIAL_ROLLOUT = (
         Rule(
             f"{CORRECTION}.rollout_is_threshold",
             lambda v, _: keeps_on_policy_tokens(v),
-            "a number above 0, which caps the weights; or lower_upper around 1 (0.5_2.0), which masks tokens outside",
+            # hydra reads 0.5_5 as the number 0.55.
+            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0', with 1 between them",
+            "one number caps the weights; of two, tokens outside are masked",
         ),
     ),
     # where the engines run
