@@ -148,6 +148,9 @@ MISTAKES = {
     f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "trust_region=none is no region",
     f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
     f"{LOSS}=dppo_tv {P}.trust_region=mask": "trust_region_bounds=None: [low, high]",
+    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"null: set {ROLLOUT}.logprobs_mode",
+    f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
+    f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
@@ -240,6 +243,7 @@ LISTING = [
 UNDECLARED = (
     *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class", DRAFTS),
     f"{ACTOR}.megatron.router_replay.mode",
+    *(f"{ROLLOUT}.engine_kwargs.vllm.logits{sign}processors" for sign in "_-"),
 )
 """keys that verl reads without declaring them for FSDP"""
 

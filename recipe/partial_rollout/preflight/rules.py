@@ -8,10 +8,12 @@ rules here refuse them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from math import inf
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
+from verl.workers.config import RolloutConfig
 
 from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
@@ -38,6 +40,7 @@ from recipe.partial_rollout.preflight.rule import (
     at,
     broken,
     divisible,
+    full,
     keeps_on_policy_tokens,
     one_of,
     only,
@@ -57,7 +60,9 @@ from recipe.partial_rollout.worker.llm_client import WHOLE
 _BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
-_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
+_VLLM = "rollout.engine_kwargs.vllm"
+_DRAFTS = f"{_VLLM}.speculative_config"
+_OF_ROLLOUT = {field.name for field in fields(RolloutConfig)}
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
@@ -226,6 +231,14 @@ _PARTIAL_ROLLOUT = (
             "at least 0.01",
             "vLLM raises a smaller one to 0.01, and 0 is greedy",
         ),
+        *(
+            only(
+                f"{_VLLM}.{name}",
+                None,
+                "the engine's log-probs have the changes of its processors, and the trainer's do not",
+            )
+            for name in ("logits_processors", "logits-processors")
+        ),
         one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
         *where(
             lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,
@@ -320,10 +333,18 @@ WARNINGS = (
 """rules whose violation prints a warning; the run starts all the same"""
 
 
+def _engine_keys(config: DictConfig) -> Iterator[Rule]:
+    """A rule for each of vLLM's arguments that overrides a key of ``rollout``, which other rules and the recipe read."""
+    for name in at(config, _VLLM) or {}:
+        key = str(name).replace("-", "_")
+        if key in _OF_ROLLOUT:
+            yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, f"null: set {full(f'rollout.{key}')} instead")
+
+
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:
     """Yield an error for each rule that ``config`` breaks; print warnings."""
     for warning in broken(WARNINGS, config):
         say(f"warning: {warning}", error=True)
     # A v1 trainer of verl's own has its own rollout.
-    ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT)
+    ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT, *where(_PR, *_engine_keys(config)))
     return broken((*TRAINING, *LEARNING, *ours), config)
