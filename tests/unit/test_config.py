@@ -122,7 +122,6 @@ MISTAKES = {
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss after",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
@@ -151,6 +150,7 @@ MISTAKES = {
     f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"null: set {ROLLOUT}.logprobs_mode",
     f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
     f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
+    f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
@@ -214,6 +214,15 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.val_kwargs.do_sample=False {ROLLOUT}.val_kwargs.temperature=1.0": "True, or rollout.val_kwargs.temperature",
     f"{ROLLOUT}.do_sample=False": "verl's default, True, because verl 0.9.1 does not read it",
     f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
+    f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
+    f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
+    f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    f"{GAE} critic.optim.clip_grad=0.0": "critic.optim.clip_grad=0.0: a number above 0",
+    f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
+        f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
+    ),
+    f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=4 {ROLLOUT}.log_prob_micro_batch_size=4 "
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",

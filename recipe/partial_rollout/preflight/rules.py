@@ -29,6 +29,7 @@ from recipe.partial_rollout.config.settings import (
 )
 from recipe.partial_rollout.preflight.learning_rules import LEARNING, TRAINING
 from recipe.partial_rollout.preflight.rule import (
+    BATCH,
     CORRECTION,
     GPUS,
     LOSS,
@@ -181,11 +182,22 @@ _PARTIAL_ROLLOUT = (
             "a section of keys, as in verl's own config",
             "partial_rollout.correction=none switches the correction off",
         ),
-        only(
-            f"{CORRECTION}.bypass_mode",
-            False,
-            "verl changes the driver's loss after the workers have copied theirs, so loss_type, rollout_is and rollout_rs "
-            "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
+    ),
+    only(
+        f"{CORRECTION}.bypass_mode",
+        False,
+        "verl changes the driver's loss after the workers have copied theirs, so loss_type, rollout_is and rollout_rs "
+        "never act; under partial rollout trust_region=mask bounds the ratio to the behaviour policy",
+    ),
+    one_of(f"{CORRECTION}.loss_type", ("ppo_clip", None), "only bypass_mode reads it"),
+    # Partial rollout gives each worker a sample at a time.
+    *where(
+        (NO_PR, "trainer.use_v1=False"),
+        Rule(
+            "rollout.agent.num_workers",
+            lambda v, c: at(c, BATCH) * at(c, "rollout.n") % v == 0,
+            lambda c: f"a divisor of {at(c, BATCH) * at(c, 'rollout.n')} ({BATCH} * rollout.n)",
+            "verl deals a batch evenly to the workers",
         ),
     ),
     *where(
