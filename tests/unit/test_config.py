@@ -24,6 +24,7 @@ from recipe.partial_rollout.preflight.rule import broken, full
 from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
 from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
+from recipe.partial_rollout.training.loss import DIVERGENCE_LOSSES
 from tests.unit.shared import check_config, settings_of
 
 SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
@@ -122,12 +123,11 @@ MISTAKES = {
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    f"{CORRECTION}.bypass_mode=True": "False if partial_rollout.enable=True: verl changes the driver's loss after",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
-    f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: a number above 0",
+    f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: at least 1, or lower_upper as text",
     f"{LOSS}=bypass_mode": "this one ignores them",
     f"{LOSS}=dro": "a loss that takes rollout_is_weights (ValueError: policy_loss.dro_beta must be",
     f"{ACTOR}.clip_ratio_c=1.0": "a number above 1; or null (no dual clip)",
@@ -144,6 +144,14 @@ MISTAKES = {
     f"{FILTERS} {FILTER}.max_inflight_gen_batches=2": f"one of 1, null if {FILTERS}: partial_rollout.over",
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
     f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
+    f"algorithm=gspo {P}.trust_region_bounds=[0.1,0.1]": "null: partial_rollout.trust_region=auto is no region",
+    f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "trust_region=none is no region",
+    f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
+    f"{LOSS}=dppo_tv {P}.trust_region=mask": "trust_region_bounds=None: [low, high]",
+    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"null: set {ROLLOUT}.logprobs_mode",
+    f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
+    f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
+    f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
     f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
@@ -207,6 +215,15 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.val_kwargs.do_sample=False {ROLLOUT}.val_kwargs.temperature=1.0": "True, or rollout.val_kwargs.temperature",
     f"{ROLLOUT}.do_sample=False": "verl's default, True, because verl 0.9.1 does not read it",
     f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
+    f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
+    f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
+    f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    f"{GAE} critic.optim.clip_grad=0.0": "critic.optim.clip_grad=0.0: a number above 0",
+    f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
+        f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
+    ),
+    f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=4 {ROLLOUT}.log_prob_micro_batch_size=4 "
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",
@@ -239,6 +256,7 @@ LISTING = [
 UNDECLARED = (
     *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class", DRAFTS),
     f"{ACTOR}.megatron.router_replay.mode",
+    *(f"{ROLLOUT}.engine_kwargs.vllm.logits{sign}processors" for sign in "_-"),
 )
 """keys that verl reads without declaring them for FSDP"""
 
@@ -360,7 +378,8 @@ def test_every_policy_loss_of_verl_is_either_accepted_or_refused_above(configure
     dual = {name for name, loss in POLICY_LOSS_REGISTRY.items() if "clip_ratio_c" in getsource(loss)}
     assert dual == {*DUAL_CLIPS}
     for loss_mode in USING:
-        check_settings(configure(f"{LOSS}={loss_mode}", f"{P}.trust_region=mask"))
+        bounds = (f"{P}.trust_region_bounds=[0.2,0.2]",) if loss_mode in DIVERGENCE_LOSSES else ()
+        check_settings(configure(f"{LOSS}={loss_mode}", f"{P}.trust_region=mask", *bounds))
 
 
 @pytest.mark.parametrize(

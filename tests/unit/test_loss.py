@@ -358,11 +358,14 @@ def test_batch_that_is_all_masked_has_no_gradient_and_finite_metrics(masked, fro
         ("trust_region=mask", "gspo", (0.2, 0.28, True)),
         ("trust_region=auto", "sapo", (0.2, 0.28, False)),
         ("trust_region=auto", "gspo", None),
+        ("trust_region=auto", "dppo_tv", None),
+        ("trust_region=auto", "dppo_kl", None),
+        ("trust_region=mask trust_region_bounds=[0.5,3]", "dppo_tv", (0.5, 3.0, False)),
         ("trust_region=auto correction=none", "vanilla", None),
     ],
 )
 def test_bounds_are_the_losss_own_unless_they_are_set(composed_config, settings, mode, wanted):
-    """``auto`` masks where a token has a ratio of its own, and is corrected."""
+    """``auto`` masks where a token has a ratio of its own that the clip bounds, and is corrected."""
     config = composed_config("quickstart_cpu", *(f"partial_rollout.{setting}" for setting in settings.split()))
     actor = config.actor_rollout_ref.actor
     actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high = mode, None, 0.28

@@ -176,6 +176,13 @@ def test_validation_alone_needs_only_the_checkpoints_model(start, inputs):
         start(*alone, "trainer.n_gpus_per_node=2")
 
 
+def test_validation_alone_makes_its_directory_for_the_output_of_libraries(start, tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(main_ppo, "keep_output", lambda path: kept.append(path.parent.is_dir()))
+    start("trainer.val_only=True")
+    assert kept == [True] and not [*(tmp_path / "run").iterdir()]
+
+
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])
 def test_other_arms_checkpoint_and_one_that_names_no_step_are_refused(start, tmp_path, arm, other):
     start(arm=other, save=2)

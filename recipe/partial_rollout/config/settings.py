@@ -111,7 +111,11 @@ class Correction(Choice):
 class TrustRegion(Choice):
     """Values of ``partial_rollout.trust_region``; ``training/loss.py`` has the formulas."""
 
-    AUTO = "auto", "`mask`; `none` where the loss has one ratio a sequence, or with `correction=none`"
+    AUTO = (
+        "auto",
+        "`mask`; `none` where the loss has one ratio a sequence (`gspo`) or bounds a divergence (`dppo_tv`, `dppo_kl`), or "
+        "with `correction=none`",
+    )
     NONE = "none", "as far as the updates take it"
     MASK = (
         "mask",
@@ -285,7 +289,7 @@ class PartialRolloutConfig:
     trust_region_bounds: tuple[Positive, Positive] | None = key(
         None,
         "How far below and above ratio 1 the region reaches, `[low, high]`. `null`: `actor.clip_ratio_low` and "
-        "`clip_ratio_high`.",
+        "`clip_ratio_high`; `dppo_tv` and `dppo_kl` need numbers to `mask`. Refused where there is no region.",
     )
     resume_kv: ResumeKV = key(ResumeKV.RECOMPUTE, "How an interrupted sample gets its keys and values back.")
     reward_in_worker: bool = key(

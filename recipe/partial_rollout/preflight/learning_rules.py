@@ -38,6 +38,7 @@ from recipe.partial_rollout.preflight.rule import (
 )
 from recipe.partial_rollout.preflight.verl_keys import default_of
 
+_A_DEVICE = "verl does not read it; use {}_micro_batch_size_per_gpu"
 _FILTER = "algorithm.filter_groups"
 _FILTERED = f"{_FILTER}.enable=True"
 _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
@@ -100,6 +101,12 @@ TRAINING = (
         lambda v, c: v == c.actor_rollout_ref.actor.use_dynamic_bsz,
         lambda c: f"must equal actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
         "verl's worker asserts it",
+    ),
+    # verl's workers assert the other key, without a word
+    *where("actor.use_dynamic_bsz=False", only("actor.ppo_micro_batch_size", None, _A_DEVICE.format("ppo"))),
+    *where(
+        "rollout.log_prob_use_dynamic_bsz=False",
+        only("rollout.log_prob_micro_batch_size", None, _A_DEVICE.format("log_prob")),
     ),
     # micro-batches that are made by tokens: of the update, the log-probs, the reference
     *where("actor.use_dynamic_bsz=True", budget("actor.ppo_max_token_len_per_gpu", "actor")),
@@ -290,6 +297,10 @@ LEARNING = (
     *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
+    ),
+    *where(
+        (need_critic, lambda c: c.critic.strategy != "megatron"),
+        Rule("critic.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
     ),
     Rule(
         "actor.clip_ratio",

@@ -186,10 +186,10 @@ def compares_siblings(config: DictConfig) -> bool:
 
 
 def keeps_on_policy_tokens(threshold: Any) -> bool:
-    """Whether ``rollout_is_threshold`` leaves a token of weight 1 in the loss.
+    """Whether ``rollout_is_threshold`` leaves a token of weight 1 in the loss as it is.
 
     Raises verl's error for one that verl refuses.
     """
     upper, lower = _parse_rollout_is_threshold(threshold)
     # One bound caps the weights; of two, tokens outside are masked.
-    return lower is None or lower <= 1 <= upper
+    return (lower or 0) <= 1 <= upper

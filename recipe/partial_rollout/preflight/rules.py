@@ -8,10 +8,12 @@ rules here refuse them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from math import inf
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import need_critic
+from verl.workers.config import RolloutConfig
 
 from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.keys import ConfigError
@@ -27,6 +29,7 @@ from recipe.partial_rollout.config.settings import (
 )
 from recipe.partial_rollout.preflight.learning_rules import LEARNING, TRAINING
 from recipe.partial_rollout.preflight.rule import (
+    BATCH,
     CORRECTION,
     GPUS,
     LOSS,
@@ -38,6 +41,7 @@ from recipe.partial_rollout.preflight.rule import (
     at,
     broken,
     divisible,
+    full,
     keeps_on_policy_tokens,
     one_of,
     only,
@@ -45,12 +49,21 @@ from recipe.partial_rollout.preflight.rule import (
     where,
 )
 from recipe.partial_rollout.terminal import say
-from recipe.partial_rollout.training.loss import ROUTER_REPLAY, WeightGranularity, weight_granularity
+from recipe.partial_rollout.training.loss import (
+    DIVERGENCE_LOSSES,
+    ROUTER_REPLAY,
+    BehaviourRegion,
+    WeightGranularity,
+    weight_granularity,
+)
 from recipe.partial_rollout.worker.llm_client import WHOLE
 
+_BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
-_DRAFTS = "rollout.engine_kwargs.vllm.speculative_config"
+_VLLM = "rollout.engine_kwargs.vllm"
+_DRAFTS = f"{_VLLM}.speculative_config"
+_OF_ROLLOUT = {field.name for field in fields(RolloutConfig)}
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
@@ -59,6 +72,11 @@ _SEPARATE, _COLOCATED = "partial_rollout.placement=separate", "partial_rollout.p
 _UNCORRECTED, _CORRECTED = "partial_rollout.correction=none", "partial_rollout.correction=decoupled"
 # The config may be of a run that lacked a key; the settings have its default.
 _own = PartialRolloutConfig.from_config
+
+
+def _region(config: DictConfig) -> BehaviourRegion | None:
+    return BehaviourRegion.of(_own(config), config.actor_rollout_ref.actor)
+
 
 _ENGINES = (
     *where(
@@ -164,17 +182,50 @@ _PARTIAL_ROLLOUT = (
             "a section of keys, as in verl's own config",
             "partial_rollout.correction=none switches the correction off",
         ),
-        only(
-            f"{CORRECTION}.bypass_mode",
-            False,
-            "verl changes the driver's loss after the workers have copied theirs, so loss_type, rollout_is and rollout_rs "
-            "never act; partial_rollout.trust_region=mask bounds the ratio to the behaviour policy",
+    ),
+    only(
+        f"{CORRECTION}.bypass_mode",
+        False,
+        "verl changes the driver's loss after the workers have copied theirs, so loss_type, rollout_is and rollout_rs "
+        "never act; under partial rollout trust_region=mask bounds the ratio to the behaviour policy",
+    ),
+    one_of(f"{CORRECTION}.loss_type", ("ppo_clip", None), "only bypass_mode reads it"),
+    # Partial rollout gives each worker a sample at a time.
+    *where(
+        (NO_PR, "trainer.use_v1=False"),
+        Rule(
+            "rollout.agent.num_workers",
+            lambda v, c: at(c, BATCH) * at(c, "rollout.n") % v == 0,
+            lambda c: f"a divisor of {at(c, BATCH) * at(c, 'rollout.n')} ({BATCH} * rollout.n)",
+            "verl deals a batch evenly to the workers",
         ),
     ),
     *where(
         (_UNCORRECTED, _PR),
         one_of("partial_rollout.trust_region", (TrustRegion.AUTO, TrustRegion.NONE)),
         one_of(f"{CORRECTION}.rollout_is", (None,)),
+    ),
+    *where(
+        _PR,
+        Rule(
+            _BOUNDS,
+            lambda v, c: v is None or _region(c) is not None,
+            lambda c: (
+                f"null: partial_rollout.trust_region={_own(c).trust_region} is no region with "
+                f"partial_rollout.correction={_own(c).correction} and loss_mode={at(c, LOSS)}"
+                + ("" if _own(c).correction is Correction.NONE else "; or set partial_rollout.trust_region=mask")
+            ),
+        ),
+    ),
+    *where(
+        ("partial_rollout.trust_region=mask", _PR, lambda c: at(c, LOSS) in DIVERGENCE_LOSSES),
+        Rule(
+            _BOUNDS,
+            lambda v, _: v is not None,
+            lambda c: (
+                f"[low, high], such as [0.2,0.2]: the clip bounds of {at(c, LOSS)} are thresholds of a divergence"
+            ),
+        ),
     ),
     *where(
         (_CORRECTED, _PR),
@@ -192,6 +243,14 @@ _PARTIAL_ROLLOUT = (
             "at least 0.01",
             "vLLM raises a smaller one to 0.01, and 0 is greedy",
         ),
+        *(
+            only(
+                f"{_VLLM}.{name}",
+                None,
+                "the engine's log-probs have the changes of its processors, and the trainer's do not",
+            )
+            for name in ("logits_processors", "logits-processors")
+        ),
         one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
         *where(
             lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,
@@ -204,7 +263,9 @@ _PARTIAL_ROLLOUT = (
         Rule(
             f"{CORRECTION}.rollout_is_threshold",
             lambda v, _: keeps_on_policy_tokens(v),
-            "a number above 0, which caps the weights; or lower_upper around 1 (0.5_2.0), which masks tokens outside",
+            # hydra reads 0.5_5 as the number 0.55.
+            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0', with 1 between them",
+            "one number caps the weights; of two, tokens outside are masked",
         ),
     ),
     # where the engines run
@@ -284,10 +345,18 @@ WARNINGS = (
 """rules whose violation prints a warning; the run starts all the same"""
 
 
+def _engine_keys(config: DictConfig) -> Iterator[Rule]:
+    """A rule for each of vLLM's arguments that overrides a key of ``rollout``, which other rules and the recipe read."""
+    for name in at(config, _VLLM) or {}:
+        key = str(name).replace("-", "_")
+        if key in _OF_ROLLOUT:
+            yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, f"null: set {full(f'rollout.{key}')} instead")
+
+
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:
     """Yield an error for each rule that ``config`` breaks; print warnings."""
     for warning in broken(WARNINGS, config):
         say(f"warning: {warning}", error=True)
     # A v1 trainer of verl's own has its own rollout.
-    ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT)
+    ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT, *where(_PR, *_engine_keys(config)))
     return broken((*TRAINING, *LEARNING, *ours), config)

@@ -98,7 +98,7 @@ VALUES: dict[str, Any] = {
     "actor_rollout_ref.model.lora.alpha": FromOne | None,
     "actor_rollout_ref.rollout.mode": Literal["async"],
     "actor_rollout_ref.rollout.n": FromOne,
-    "actor_rollout_ref.rollout.seed": int | None,
+    "actor_rollout_ref.rollout.seed": int,
     "actor_rollout_ref.rollout.prompt_length": FromOne,
     "actor_rollout_ref.rollout.response_length": FromOne,
     "actor_rollout_ref.rollout.temperature": Positive,

@@ -48,10 +48,12 @@ class RunFiles:
         Call it before any other record is written. A run that continues in its directory keeps its records, and a copy
         of them goes with checkpoints that are moved. The metrics of steps after the resumed one are removed. The log
         keeps these steps: a reader drops them, because the next process logs the step that it resumed. A run that
-        resumes another run's checkpoint gets a copy of that run's log and metrics. A run that only validates changes
-        nothing.
+        resumes another run's checkpoint gets a copy of that run's log and metrics. A run that only validates makes its
+        directory, if there is none, and changes nothing else.
         """
         if not self.trains:
+            # The output of libraries goes there.
+            self.directory.mkdir(parents=True, exist_ok=True)
             return
         metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
         step = self.checkpoints.resumed_step

@@ -87,6 +87,10 @@ SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "geo_mean"})
 """verl's policy losses with one ratio for a sequence; token-level weights do not fit them"""
 
 
+DIVERGENCE_LOSSES = frozenset({"dppo_tv", "dppo_kl"})
+"""verl's policy losses whose clip bounds are thresholds of a divergence, which say nothing of a ratio"""
+
+
 def weight_granularity(loss_mode: str) -> WeightGranularity:
     """The behaviour weights that fit verl's policy loss ``loss_mode``."""
     return WeightGranularity.GEOMETRIC if loss_mode in SEQUENCE_LEVEL_LOSSES else WeightGranularity.TOKEN
@@ -254,9 +258,11 @@ class BehaviourRegion:
 
         ``auto`` means none without a correction, and none for a sequence-level loss. The clip bounds of such a
         loss, 3e-4, are made for ratios to the weights before the update, and would mask almost every stale sequence.
+        It also means none where the clip bounds are thresholds of a divergence.
         """
-        per_sequence = actor.policy_loss.loss_mode in SEQUENCE_LEVEL_LOSSES
-        auto = settings.correction is not Correction.NONE and not per_sequence
+        loss_mode = actor.policy_loss.loss_mode
+        per_sequence = loss_mode in SEQUENCE_LEVEL_LOSSES
+        auto = settings.correction is not Correction.NONE and not per_sequence and loss_mode not in DIVERGENCE_LOSSES
         if not {TrustRegion.AUTO: auto, TrustRegion.NONE: False, TrustRegion.MASK: True}[settings.trust_region]:
             return None
         bounds = settings.trust_region_bounds or (actor.clip_ratio_low, actor.clip_ratio_high)
