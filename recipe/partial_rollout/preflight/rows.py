@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -25,7 +26,7 @@ from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.checkpoint.row_images import MESSAGES, closed_row, kinds_of
 from recipe.partial_rollout.config.keys import fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight.columns import LOOP, VERLS_LOOPS
+from recipe.partial_rollout.preflight.columns import LOOP, UNSAVED_REMEDY, VERLS_LOOPS, check_types
 from recipe.partial_rollout.preflight.inputs import INSTALL_IMAGES, is_installed
 from recipe.partial_rollout.preflight.rule import at
 from recipe.partial_rollout.worker.pictures import SEES, Pictures
@@ -64,7 +65,7 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
 def _has_column(files: Any, column: str) -> bool:
     """Whether one of the parquet files among ``files`` has ``column``."""
     names = [files] if isinstance(files, str) else files
-    found = (name for name in names if str(name).endswith(".parquet"))
+    found = (name for name in names if str(name).endswith(".parquet") and Path(name).is_file())
     return any(column in pyarrow.parquet.read_schema(name).names for name in found)
 
 
@@ -85,6 +86,8 @@ def check_rows(
     """
     value, numbers = at(config, key), file_rows(dataset)
     saved = settings.enable and config.trainer.save_freq > 0 and key == "data.train_files"
+    model = config.reward.reward_model
+    by_workers = not model.enable or model.enable_resource_pool
     pixels: list[int] = []
     first: Iterable[str] | None = None
     for i in _tried(range(len(dataset))):
@@ -101,12 +104,12 @@ def check_rows(
         _check_keys(key, value, numbers[i], row.keys(), first)
         if settings.enable:
             _check_media(config, key, numbers[i], kinds, renderer)
-        try:
-            kept = closed_row(row) if saved else {}
-            pack({column: value for column, value in kept.items() if not isinstance(value, torch.Tensor)})
-        except UnsaveableError as error:
-            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
-            raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
+        if verls and by_workers:
+            _check_arrays(key, value, numbers[i], row)
+        if saved:
+            _check_saved(key, value, numbers[i], row)
+    if saved:
+        check_types(config, dataset, key)
     if settings.enable and pixels:
         _check_memory(key, value, config.data.train_batch_size * float(np.mean(pixels)))
 
@@ -119,6 +122,23 @@ def _check_keys(key: str, value: Any, number: int, keys: Iterable[str], first: I
         raise fail(
             key, value, f"rows that all have the same keys; row {number} {', '.join(parts)}, unlike the first row"
         )
+
+
+def _check_arrays(key: str, value: Any, number: int, row: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a column of row ``number`` of which verl's call of a reward worker can make no array."""
+    for column, each in row.items():
+        words = f"row {number}, column {column}: its nested lists must have the same length (or store it as text)"
+        with refusing(key, value, words, ValueError):
+            if not isinstance(each, torch.Tensor):
+                np.array([each])
+
+
+def _check_saved(key: str, value: Any, number: int, row: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for a column of row ``number`` that no checkpoint can hold."""
+    try:
+        pack({column: each for column, each in closed_row(row).items() if not isinstance(each, torch.Tensor)})
+    except UnsaveableError as error:
+        raise fail(key, value, f"row {number}, column {error} {UNSAVED_REMEDY}") from None
 
 
 def check_left_out(config: DictConfig, dataset: Any, split: str, tokenizer: Any, processor: Any) -> None:
