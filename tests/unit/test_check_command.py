@@ -11,7 +11,7 @@ import pytest
 
 from recipe.partial_rollout import main_ppo, preflight
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.preflight import inputs
+from recipe.partial_rollout.preflight import inputs, rows
 from recipe.partial_rollout.tasks.clock10.model import build_model
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.tools.check import command
@@ -121,6 +121,38 @@ def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, 
     lines = capsys.readouterr().out
     assert "data.train_batch_size=8: at most 5, the prompts" in lines
     assert "5 (4 of them were tried), 0 steps an epoch; 3 others have more than 64 tokens (the" in lines
+
+
+def test_row_that_verls_filter_leaves_out_is_refused_unless_it_is_only_too_long(trainable, tmp_path, monkeypatch):
+    """verl counts a row whose prompt it cannot render as too long."""
+    made, make = [], rows.create_rl_dataset
+    monkeypatch.setattr(rows, "create_rl_dataset", lambda *args, **keys: made.append(args[0]) or make(*args, **keys))
+    long = {**ROW, "prompt": [{"role": "user", "content": "1" * 900}]}
+    pd.DataFrame([long, *[ROW] * 5, long]).to_parquet(tmp_path / "train.parquet")
+    preflight.checked(trainable())
+    assert [os.path.basename(each) for each in made] == ["train.parquet", "val.parquet", "train.parquet"], (
+        "a dataset of which no row is left out is loaded once"
+    )
+    for split in ("train", "val"):
+        some = [long, *[ROW] * 5, {**ROW, "prompt": None}]
+        pd.DataFrame(some).to_parquet(tmp_path / f"{split}.parquet")
+        said = rf"^data.{split}_files=.*; row 6 is not such a row, and verl would leave it out without a word \("
+        with pytest.raises(ConfigError, match=said):
+            preflight.checked(trainable())
+        pd.DataFrame([ROW] * 5).to_parquet(tmp_path / f"{split}.parquet")
+
+
+def test_validation_without_a_row_is_refused(trainable, tmp_path):
+    pd.DataFrame([{**ROW, "prompt": [{"role": "user", "content": "1" * 900}]}]).to_parquet(tmp_path / "val.parquet")
+    with pytest.raises(ConfigError, match=r"^data.val_files=.*: at least one row that fits data.max_prompt_length=64"):
+        preflight.checked(trainable())
+
+
+@pytest.mark.parametrize(("most", "used"), [(3, "3 of 5 rows (data.val_max_samples=3)"), (-1, "5 of 5 rows")])
+def test_plan_says_how_many_rows_validate(trainable, tmp_path, capsys, most, used):
+    pd.DataFrame([ROW] * 5).to_parquet(tmp_path / "val.parquet")
+    assert check_run(trainable(f"data.val_max_samples={most}", "data.seed=1")) == 0
+    assert f"validation      {used}\n" in capsys.readouterr().out
 
 
 def test_check_goes_on_after_a_mistake_and_prints_the_plan(trainable, capsys):

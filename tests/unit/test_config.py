@@ -188,6 +188,9 @@ VERLS_MISTAKES = {
     "+trainer.save_frequency=3": "no such key; did you mean trainer.save_freq?",
     f"{ACTOR}.grad_clip=0.5": f"verl's default, 1.0, because verl 0.9.1 reads {ACTOR}.optim.clip_grad instead",
     "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": "verl 0.9.1 reads the keys of reward instead",
+    "data.reward_fn_key=source": "verl's default, data_source, because verl 0.9.1 reads the column data_source alone",
+    "data.tokenizer=/mine": "verl's default, None, because verl 0.9.1 reads actor_rollout_ref.model.tokenizer_path instead",
+    "data.truncation=left": "verl's default, error, because verl 0.9.1 cuts no prompt",
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "a number above 0",

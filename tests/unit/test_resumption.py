@@ -148,6 +148,18 @@ def test_changed_rows_are_refused_with_both_counts_and_moved_ones_are_not(start,
         start(arm=arm)
 
 
+def test_longer_prompts_that_now_fit_are_named_as_the_cause_of_other_rows(start, inputs):
+    long = [{**each, "prompt": [{"role": "user", "content": "1+1" * 30}]} for each in rows(*range(24, 28))]
+    inputs.write(rows(*range(24)) + long)
+    start("data.max_prompt_length=64", save=2)
+    fits = "data.max_prompt_length=128", "actor_rollout_ref.rollout.max_model_len=3000"
+    cause = r"global_step_2: data.max_prompt_length is 128 and was 64, so that other rows fit, or the files differ;"
+    with pytest.raises(ConfigError, match=rf"^data.train_files=28 rows, hash \w+: must be 24 rows, .*{cause}"):
+        start(*fits)
+    inputs.write(rows(*range(24)))
+    assert goes_on(start(*fits))
+
+
 def test_rows_are_the_same_however_a_file_is_written(start, inputs, tmp_path):
     import pandas as pd
     import pyarrow as pa

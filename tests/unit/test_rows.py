@@ -2,16 +2,19 @@
 
 import json
 import os
-from datetime import datetime
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 
 import datasets
 import pandas as pd
 import pytest
+from torch.utils.data import Dataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.preflight import inputs
 from recipe.partial_rollout.preflight.columns import check_columns
-from recipe.partial_rollout.preflight.inputs import cache_by_content
+from recipe.partial_rollout.preflight.inputs import cache_by_content, missing_inputs
 from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from tests.unit.shared import settings_of
@@ -198,3 +201,93 @@ def test_row_whose_keys_differ_from_the_first_rows_is_refused(resolved_config):
     with pytest.raises(ConfigError, match=said):
         check_rows(config, settings_of(enable=True), rows, "data.train_files", tokenizer)
     check_rows(config, settings_of(enable=True), rows[:2], "data.train_files", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("made", datetime(2026, 1, 1), "timestamp"),
+        ("made", date(2026, 1, 1), "date32"),
+        ("price", Decimal("1.5"), "decimal128"),
+        ("extra_info", {"took": [timedelta(1)]}, "duration"),
+    ],
+)
+def test_rare_value_that_no_checkpoint_can_hold_is_refused_by_its_columns_type(check, column, value, kind):
+    rows = [row(**{column: value if i == 5 else None}) for i in range(600)]
+    name = r"extra_info\.took" if kind == "duration" else column
+    with pytest.raises(ConfigError, match=rf"^data.train_files=.*rows that .*: column {name} has the type {kind}"):
+        check(rows, BRANCHES, "trainer.save_freq=5")
+    check(rows[:4], BRANCHES, "trainer.save_freq=-1")
+    check(rows[:4], BRANCHES, "trainer.save_freq=5", split="val")
+
+
+def test_ground_truth_may_be_a_dictionary(check):
+    check([row(reward_model={"ground_truth": {"target": 24, "numbers": [1, 2]}})])
+
+
+@pytest.mark.parametrize("column", ["self", "sampling_params", "trace", "trajectory"])
+def test_column_named_like_a_parameter_of_verls_worker_is_refused(check, column):
+    with pytest.raises(ConfigError, match=rf"^data.train_files=.*rows without a column {column}: "):
+        check([row(**{column: "x"})] * 3)
+
+
+def test_ragged_column_of_which_verls_reward_call_makes_no_array_is_refused(check):
+    ragged = [row(tests=[["1"], ["2"]]), row(tests=[["1", "2"], ["3"]])]
+    with pytest.raises(ConfigError, match=r"^data.train_files=.*row 1, column tests: .*\(ValueError: setting an array"):
+        check(ragged)
+    check(ragged, BRANCHES, OWN_LOOP)
+    check(ragged[:1] * 2)
+
+
+class Adds(RLHFDataset):
+    """Makes verl's columns of others."""
+
+    def maybe_filter_out_long_prompts(self, dataframe=None):
+        return dataframe
+
+    def __getitem__(self, item):
+        asked = self.dataframe[item]
+        messages = [{"role": "user", "content": asked["question"]}]
+        return {"raw_prompt": messages, "data_source": "mine", "reward_model": {"ground_truth": asked["answer"]}}
+
+
+class Frame(Dataset):
+    """Keeps a frame of pandas."""
+
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        self.dataframe = pd.read_parquet(data_files)
+
+    def __len__(self):
+        return len(self.dataframe)
+
+    def __getitem__(self, item):
+        kept = self.dataframe.iloc[item].to_dict()
+        return {**kept, "raw_prompt": [*kept["prompt"]]}
+
+
+class Nameless(Frame):
+    def __getitem__(self, item):
+        return {key: value for key, value in super().__getitem__(item).items() if key != "data_source"}
+
+
+def own(name):
+    return f"data.custom_cls.path={__file__}", f"data.custom_cls.name={name}"
+
+
+def test_rows_of_a_dataset_class_of_ones_own_are_checked_as_it_makes_them(check):
+    asked = [{"question": ASKED, "answer": "7"}] * 3
+    assert len(check(asked, BRANCHES, *own("Adds"))) == len(check([row()] * 3, BRANCHES, *own("Frame"))) == 3
+    with pytest.raises(ConfigError, match=rf"^data\.train_files=.*{READS} data_source"):
+        check([row()] * 3, BRANCHES, *own("Nameless"))
+
+
+def test_dataset_class_of_ones_own_may_read_a_folder_or_a_name_of_the_hub(tmp_path, resolved_config, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    given = f"data.train_files={tmp_path}", "data.val_files=openai/gsm8k"
+    keys = [str(error).split("=")[0] for error in missing_inputs(resolved_config("quickstart_cpu", *given))]
+    assert keys[-2:] == ["data.train_files", "data.val_files"]
+    config = resolved_config("quickstart_cpu", *given, *own("Frame"))
+    assert not [error for error in missing_inputs(config) if str(error).startswith("data.")]
+    cache_by_content(config)
+    torn = resolved_config("quickstart_cpu", "data.train_files=/nowhere/train.parquet", *own("Frame"))
+    assert "data.train_files=/nowhere/train.parquet: an existing parquet file" in map(str, missing_inputs(torn))

@@ -30,7 +30,7 @@ from recipe.partial_rollout.preflight.inputs import (
     size_bucket,
 )
 from recipe.partial_rollout.preflight.resumption import check_checkpoints, check_made_of_rows
-from recipe.partial_rollout.preflight.rows import check_rows, dataset_of
+from recipe.partial_rollout.preflight.rows import check_left_out, check_rows, dataset_of
 from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
@@ -137,9 +137,15 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     cache_by_content(config)
     train, val = (dataset_of(config, split, model.tokenizer, model.processor) for split in ("train", "val"))
-    for key, dataset in (("data.train_files", train), ("data.val_files", val)):
+    for split, dataset in (("train", train), ("val", val)):
+        key = f"data.{split}_files"
         check_columns(config, dataset, key)
         check_rows(config, settings, dataset, key, model.processor or model.tokenizer)
+        check_left_out(config, dataset, split, model.tokenizer, model.processor)
+    if not len(val):
+        # verl would give the loader of the validation batches of 0.
+        allowed = f"at least one row that fits data.max_prompt_length={config.data.max_prompt_length}; none does"
+        refuse("setting", fail("data.val_files", config.data.val_files, allowed))
     if len(train) < (batch := config.data.train_batch_size):
         allowed = f"at most {len(train)}, the prompts of data.train_files that fit data.max_prompt_length"
         refuse("setting", fail("data.train_batch_size", batch, f"{allowed} and that the chat template takes"))

@@ -38,6 +38,8 @@ INSTALL_GPU = "PARTIAL_ROLLOUT_EXTRA=gpu bash run_scripts/setup.sh"
 INSTALL_REASONING_GYM = "pip install reasoning-gym==0.1.25"
 INSTALL_IMAGES = "pip install --no-deps qwen-vl-utils==0.0.14"
 MODEL = "actor_rollout_ref.model.path"
+_SUFFIXES = ".parquet", ".json", ".jsonl"
+"""of the files that verl's dataset reads"""
 _CACHE = Path(datasets.config.HF_DATASETS_CACHE)
 
 
@@ -61,8 +63,10 @@ def missing_inputs(config: DictConfig) -> Iterator[ConfigError]:
         else "an existing parquet file"
     )
     for key, name in _data_files(config):
-        # Unlike ``Path``, it takes "file.parquet/" for what it is.
-        if not os.path.isfile(name):
+        # A dataset class of the user's own may read a folder, or a data set of the hub.
+        elsewhere = config.data.custom_cls.path and ("://" in name or Path(name).suffix not in _SUFFIXES)
+        # Unlike ``Path``, ``isfile`` takes "file.parquet/" for what it is.
+        if not os.path.isfile(name) and not elsewhere:
             yield fail(key, name, words)
 
 
@@ -77,10 +81,13 @@ def cache_by_content(config: DictConfig) -> None:
     """Set the cache folder of ``datasets`` to one named by a hash of the data files' contents.
 
     In one folder ``datasets`` tells files apart by name and time stamp only. A run on a new file could train the cached
-    rows of an old one.
+    rows of an old one. Of what is no file, which only a user's own dataset class reads, the name is hashed.
     """
     digest = hashlib.blake2b(digest_size=8)
     for _, name in _data_files(config):
+        if not Path(name).is_file():
+            digest.update(name.encode())
+            continue
         with open(name, "rb") as file:
             digest.update(hashlib.file_digest(file, "blake2b").digest())
     datasets.config.HF_DATASETS_CACHE = _CACHE / digest.hexdigest()

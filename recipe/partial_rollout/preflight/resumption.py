@@ -78,15 +78,24 @@ def check_made_of_rows(config: DictConfig, checkpoints: RunCheckpoints, dataset:
     """
     checkpoints.made_of[_ROWS] = rows_identity(dataset)
     if not config.trainer.get("val_only"):
-        _compare(_ROWS, checkpoints)
+        _compare(_ROWS, checkpoints, _why_other_rows(config, checkpoints))
 
 
-def _compare(key: str, checkpoints: RunCheckpoints) -> None:
+def _why_other_rows(config: DictConfig, checkpoints: RunCheckpoints) -> str:
+    """Say that the cap of prompts has changed, and with it the rows that fit; under noPR a checkpoint has no cap."""
+    cap, here = "data.max_prompt_length", config.data.max_prompt_length
+    saved = checkpoints.resumed.made_of.get(cap, here) if checkpoints.resumed else here
+    if here == saved or not config.data.filter_overlong_prompts:
+        return ""
+    return f"{cap} is {here} and was {saved}, so that other rows fit, or the files differ"
+
+
+def _compare(key: str, checkpoints: RunCheckpoints, why: str = "") -> None:
     here, saved = checkpoints.made_of[key], checkpoints.resumed.made_of if checkpoints.resumed else {}
     if key not in saved or here == saved[key] or (key in _GROWING and here > saved[key]):
         return
     bound = "must be at least " if key in _GROWING and not isinstance(here, bool) else "must be "
-    why = f": {_WHY[key]}" if key in _WHY else ""
+    why = f": {why}" if (why := why or _WHY.get(key, "")) else ""
     words = (
         f"{bound}{saved[key]}, as in {checkpoints.chosen}{why}; trainer.resume_mode=disable starts the training over"
     )

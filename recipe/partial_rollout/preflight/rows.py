@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import psutil
 import pyarrow.parquet
@@ -24,7 +26,7 @@ from recipe.partial_rollout.checkpoint.plain_state import UnsaveableError, pack
 from recipe.partial_rollout.checkpoint.row_images import MESSAGES, closed_row, kinds_of
 from recipe.partial_rollout.config.keys import fail, refusing
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
-from recipe.partial_rollout.preflight.columns import LOOP, VERLS_LOOPS
+from recipe.partial_rollout.preflight.columns import LOOP, UNSAVED_REMEDY, VERLS_LOOPS, check_types
 from recipe.partial_rollout.preflight.inputs import INSTALL_IMAGES, is_installed
 from recipe.partial_rollout.preflight.rule import at
 from recipe.partial_rollout.worker.pictures import SEES, Pictures
@@ -63,7 +65,7 @@ def dataset_of(config: DictConfig, split: str, tokenizer: Any, processor: Any = 
 def _has_column(files: Any, column: str) -> bool:
     """Whether one of the parquet files among ``files`` has ``column``."""
     names = [files] if isinstance(files, str) else files
-    found = (name for name in names if str(name).endswith(".parquet"))
+    found = (name for name in names if str(name).endswith(".parquet") and Path(name).is_file())
     return any(column in pyarrow.parquet.read_schema(name).names for name in found)
 
 
@@ -84,19 +86,15 @@ def check_rows(
     """
     value, numbers = at(config, key), file_rows(dataset)
     saved = settings.enable and config.trainer.save_freq > 0 and key == "data.train_files"
-    words = (
-        f"rows whose {config.data.prompt_key} is a list of messages, each with a role and a content that the chat template "
-        "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
-    )
+    model = config.reward.reward_model
+    by_workers = not model.enable or model.enable_resource_pool
     pixels: list[int] = []
     first: Iterable[str] | None = None
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), MOST_TRIED)).astype(int).tolist():
-        with refusing(key, value, f"{words}; row {numbers[i]} is not such a row"):
+    for i in _tried(range(len(dataset))):
+        with refusing(key, value, f"{_wanted(config)}; row {numbers[i]} is not such a row"):
             row = dataset[i]
-            kinds = kinds_of(row.get(MESSAGES))
-            verls = row.get(LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in VERLS_LOOPS
-            # A loop of the user's own may read other columns, or a prompt of another kind.
-            if verls or _are_messages(row.get("raw_prompt")):
+            kinds, verls = kinds_of(row.get(MESSAGES)), _is_verls(config, row)
+            if _is_rendered(config, row):
                 _check_prompt(row["raw_prompt"], rendering_of(config, dataset, row, renderer))
             if verls and "image" in kinds and len(pixels) < _SEEN:
                 pixels.append(_checked_pixels(config, dataset, row, renderer))
@@ -106,12 +104,12 @@ def check_rows(
         _check_keys(key, value, numbers[i], row.keys(), first)
         if settings.enable:
             _check_media(config, key, numbers[i], kinds, renderer)
-        try:
-            kept = closed_row(row) if saved else {}
-            pack({column: value for column, value in kept.items() if not isinstance(value, torch.Tensor)})
-        except UnsaveableError as error:
-            remedy = "(store it as text, or train without checkpoints: trainer.save_freq=-1)"
-            raise fail(key, value, f"row {numbers[i]}, column {error} {remedy}") from None
+        if verls and by_workers:
+            _check_arrays(key, value, numbers[i], row)
+        if saved:
+            _check_saved(key, value, numbers[i], row)
+    if saved:
+        check_types(config, dataset, key)
     if settings.enable and pixels:
         _check_memory(key, value, config.data.train_batch_size * float(np.mean(pixels)))
 
@@ -124,6 +122,78 @@ def _check_keys(key: str, value: Any, number: int, keys: Iterable[str], first: I
         raise fail(
             key, value, f"rows that all have the same keys; row {number} {', '.join(parts)}, unlike the first row"
         )
+
+
+def _check_arrays(key: str, value: Any, number: int, row: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a column of row ``number`` of which verl's call of a reward worker can make no array."""
+    for column, each in row.items():
+        words = f"row {number}, column {column}: its nested lists must have the same length (or store it as text)"
+        with refusing(key, value, words, ValueError):
+            if not isinstance(each, torch.Tensor):
+                np.array([each])
+
+
+def _check_saved(key: str, value: Any, number: int, row: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for a column of row ``number`` that no checkpoint can hold."""
+    try:
+        pack({column: each for column, each in closed_row(row).items() if not isinstance(each, torch.Tensor)})
+    except UnsaveableError as error:
+        raise fail(key, value, f"row {number}, column {error} {UNSAVED_REMEDY}") from None
+
+
+def check_left_out(config: DictConfig, dataset: Any, split: str, tokenizer: Any, processor: Any) -> None:
+    """Refuse rows that verl's filter has left out of the ``dataset`` of ``split`` because it could not render them.
+
+    verl counts such a row as too long. Rows that are only too long pass. At most ``MOST_TRIED`` are tried. Only a
+    dataset from which rows are left out is loaded again, without the filter.
+
+    Raises:
+        ConfigError: for the first such row; it gives the row's number in the files.
+    """
+    table, key = getattr(dataset, "dataframe", None), f"data.{split}_files"
+    if not isinstance(table, datasets.Dataset) or len(table) == table.data.num_rows:
+        return
+    whole, kept = (
+        dataset_of(config, split, tokenizer, processor, filter_overlong_prompts=False),
+        {*file_rows(dataset)},
+    )
+    numbers, renderer, seen = file_rows(whole), processor or tokenizer, 0
+    for i in _tried([i for i, number in enumerate(numbers) if number not in kept]):
+        words = f"{_wanted(config)}; row {numbers[i]} is not such a row, and verl would leave it out without a word"
+        with refusing(key, at(config, key), words):
+            row = whole[i]
+            if "image" in kinds_of(row.get(MESSAGES)) and seen < _SEEN:
+                processed(config, whole, row, renderer)
+                seen += 1
+            elif _is_rendered(config, row):
+                rendering_of(config, whole, row, renderer)
+
+
+def _tried(rows: Sequence[int]) -> list[int]:
+    """At most ``MOST_TRIED`` of ``rows``, at even distances."""
+    chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_TRIED)).astype(int)
+    return [rows[i] for i in chosen]
+
+
+def _wanted(config: DictConfig) -> str:
+    """Describe the rows that verl can read."""
+    return (
+        f"rows whose {config.data.prompt_key} is a list of messages, each with a role and a content that the chat template "
+        "writes (extra_info is a dictionary, priority a number; images need a model that sees)"
+    )
+
+
+def _is_verls(config: DictConfig, row: Mapping[str, Any]) -> bool:
+    """Whether one of verl's own agent loops runs ``row``."""
+    return row.get(LOOP, config.actor_rollout_ref.rollout.agent.default_agent_loop) in VERLS_LOOPS
+
+
+def _is_rendered(config: DictConfig, row: Mapping[str, Any]) -> bool:
+    """Whether the chat template must be able to write the prompt of ``row``.
+
+    A loop of the user's own may read other columns, or a prompt of another kind.
+    """
+    return _is_verls(config, row) or _are_messages(row.get(MESSAGES))
 
 
 def _check_media(config: DictConfig, key: str, number: int, kinds: set[str], renderer: Any) -> None:

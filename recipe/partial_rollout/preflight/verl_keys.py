@@ -131,6 +131,12 @@ _MOVED = {
 """keys that verl does not read, or no longer, each with the end of its error message"""
 _LACKING = {"actor_rollout_ref.rollout.repetition_penalty": 1.0}
 """defaults of those keys of ``_MOVED`` that only verl's dataclasses declare"""
+_UNREAD = {
+    "data.reward_fn_key": "reads the column data_source alone",
+    "data.tokenizer": "reads actor_rollout_ref.model.tokenizer_path instead",
+    "data.truncation": "cuts no prompt; data.filter_overlong_prompts leaves out rows that are too long",
+}
+"""like ``_MOVED``, but a user's own dataset class may read these keys"""
 _ALIKE = 0.77
 """least similarity (``difflib``'s) to a known key that makes an unknown one a misspelling: ``save_frequency`` is one,
 of ``save_freq``; ``data.filter_prompts``, which verl reads without declaring it, is none"""
@@ -140,7 +146,7 @@ def check_verl_keys(config: DictConfig) -> None:
     """Refuse values of a wrong type or range, misspelt keys, and keys that verl no longer reads.
 
     A key is misspelt if verl does not declare it and it resembles a key that verl declares. Other unknown keys pass. A
-    key that verl no longer reads (``_MOVED``) may keep its default.
+    key that verl does not read (``_MOVED``, ``_UNREAD``) may keep its default.
 
     Args:
         config: resolved.
@@ -186,13 +192,13 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
         at, default = f"{path}{name}", known.get(name)
         if at in _OPEN or name == _TARGET:
             continue
-        if at in _MOVED:
+        own = free and at.startswith(free)
+        if why := _MOVED.get(at) or (not own and _UNREAD.get(at)):
             default = _LACKING.get(at, default)
             if value not in (default, None, {}):
-                words = f"must stay at verl's default, {default}, because verl {verl.__version__} {_MOVED[at]}"
+                words = f"must stay at verl's default, {default}, because verl {verl.__version__} {why}"
                 raise fail(at, value, words)
             continue
-        own = free and at.startswith(free)
         if name not in names and not own and (near := get_close_matches(str(name), names, 1, _ALIKE)):
             raise fail(at, value, f"no such key; did you mean {path}{near[0]}?")
         if kind := VALUES.get(at) or _number(default):

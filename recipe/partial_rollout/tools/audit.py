@@ -187,10 +187,8 @@ class Audit:
             if rounds[step] != 1 and step not in self.unlogged
         ]
         self._judge_prompts()
-        self._judge_shared(
-            "dispatch order", lambda entry: zip(entry.orders, entry.trained + entry.filtered, strict=True)
-        )
-        self._judge_shared("row of the data", lambda entry: zip(entry.sources, entry.trained, strict=True))
+        orders = self._shared(lambda entry: zip(entry.orders, entry.trained + entry.filtered, strict=True))
+        self.violations += [f"prompts {first} and {prompt} have the same dispatch order" for first, prompt in orders]
         self._judge_holes()
         self._judge_lost()
         trained, total = len(self.trained), self.sizes.total
@@ -221,17 +219,18 @@ class Audit:
                     elif prompt not in admitted and not self.unlogged:
                         self.violations.append(f"{line} and not admitted before")
 
-    def _judge_shared(self, what: str, marks: Callable[[Entry], Iterable[tuple[int | None, str]]]) -> None:
-        """Check that no two prompts have the same dispatch order, or the same row of the data.
+    def _shared(self, marks: Callable[[Entry], Iterable[tuple[int | None, str]]]) -> list[tuple[str, str]]:
+        """Return each prompt that has the mark of an earlier one, after that one.
 
         Args:
-            what: name of the checked property, for the message.
-            marks: returns the pairs (value, prompt) of an entry; a value of None is not checked.
+            marks: returns the pairs (mark, prompt) of an entry; a mark of None is not compared.
         """
         owners: dict[int | None, str] = {}
-        for mark, prompt in chain.from_iterable(map(marks, self.entries)):
-            if mark is not None and owners.setdefault(mark, prompt) != prompt:
-                self.violations.append(f"prompts {owners[mark]} and {prompt} have the same {what}")
+        return [
+            (owners[mark], prompt)
+            for mark, prompt in chain.from_iterable(map(marks, self.entries))
+            if mark is not None and owners.setdefault(mark, prompt) != prompt
+        ]
 
     def _judge_holes(self) -> None:
         """Check for skipped prompts: prompts are admitted in order, so a skipped one will never come."""
@@ -288,6 +287,17 @@ class Audit:
     def _knows(self, prompt: str) -> bool:
         """Whether the training's data has a prompt of this uid."""
         return position_of(prompt)[1] < self.sizes.epoch_prompts and self._index(prompt) < self.offered
+
+    def notes(self) -> list[str]:
+        """Return a line about prompts whose rows are alike. It is no violation, because the data may repeat rows."""
+        alike = self._shared(lambda entry: zip(entry.sources, entry.trained, strict=True))
+        if not alike:
+            return []
+        first, prompt = alike[0]
+        words = (
+            f"{len(alike)} trained prompt(s) have index and text of another of their epoch, such as {prompt} of {first}"
+        )
+        return [f"{words}; the data may hold rows twice"]
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -351,6 +361,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(result.table())
     if cut_off:
         print(f"{cut_off} lines were cut off by a dying process")
+    for line in result.notes():
+        print(f"note: {line}")
     for line in result.violations:
         print(f"violation: {line}")
     return 1 if result.violations else 0

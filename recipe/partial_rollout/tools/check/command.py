@@ -105,6 +105,7 @@ def plan(
         )
     if checked.datasets:
         yield Finding("prompts", _prompts(config, checked))
+        yield Finding("validation", _validation(config, checked.datasets[1]))
         yield Finding("first prompt", _first_prompt(config, checked, checked.datasets[0]))
     if checked.checkpoints:
         yield Finding("steps", _steps(checked.checkpoints, checked.last_step))
@@ -156,6 +157,14 @@ def _prompts(config: DictConfig, checked: Checked) -> str:
         f"{len(fit):,}{tried}, {len(fit) // config.data.train_batch_size:,} steps an epoch; "
         f"{len(lengths):,} others have more than {most:,} tokens{longest}"
     )
+
+
+def _validation(config: DictConfig, dataset: Any) -> str:
+    """Describe how many rows of the files the validation uses."""
+    most, table = config.data.get("val_max_samples", -1), getattr(dataset, "dataframe", None)
+    total = getattr(getattr(table, "data", None), "num_rows", len(dataset))
+    capped = f" (data.val_max_samples={most})" if 0 < most < total else ""
+    return f"{len(dataset):,} of {total:,} rows{capped}"
 
 
 def _first_prompt(config: DictConfig, checked: Checked, dataset: Any) -> str:
