@@ -112,7 +112,7 @@ class ScriptedWorker(PartialRolloutAgentLoopWorker):
     tools = ()
     llm_client = SimpleNamespace()  # type: ignore[assignment]
     reward_loop_worker_handles = None
-    vocabulary = 1_000_000
+    vocabulary = 1_000_000  # type: ignore[assignment]
     rollout_config = SimpleNamespace(prompt_length=10_000, response_length=1_000_000)  # type: ignore[assignment]
 
     def __init__(self, curve: EngineCurve, replicas: int, placement: Placement = Placement.COLOCATED) -> None:

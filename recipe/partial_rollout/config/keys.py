@@ -45,7 +45,12 @@ def fail(key: str, value: object, allowed: str) -> ConfigError:
 
 
 @contextmanager
-def refusing(key: str, value: object, allowed: str, errors: tuple[type[BaseException], ...] = (Exception, SystemExit)):
+def refusing(
+    key: str,
+    value: object,
+    allowed: str,
+    errors: type[BaseException] | tuple[type[BaseException], ...] = (Exception, SystemExit),
+):
     """Context manager: turn an error of type ``errors`` into the ``ConfigError`` for ``key``, and quote it in brackets.
 
     A module may exit while it is imported, as by an ``argparse`` that is not behind ``__main__``.
