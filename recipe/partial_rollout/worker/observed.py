@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -152,6 +152,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker; it limits and retries reward calls, retries agent loops, and records its engine calls."""
 
     llm_client: ObservedLLMClient
+    vocabulary: int
+    """number of token ids that the model knows"""
     _filter: FilterSettings | None = None
     """PR: settings of dynamic sampling, whose metric each score must have; None without ``algorithm.filter_groups``"""
 
@@ -160,6 +162,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         if self.config.partial_rollout.reward_in_worker:
             # verl's reward worker in this process, called like an actor handle.
             local = SimpleNamespace(remote=RewardLoopWorker(self.config).compute_score)
@@ -247,11 +250,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
                 # verl would pad an empty list with zeros, which are log-probs.
                 each.response_logprobs = None
         return rows
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Number of token ids that the model knows."""
-        return self.model_config.hf_config.get_text_config().vocab_size
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
         """Run the agent loop once."""
