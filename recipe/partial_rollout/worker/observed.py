@@ -69,6 +69,7 @@ REQUEST: ContextVar[Request] = ContextVar("request")
 T = TypeVar("T")
 AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, list[AgentLoopOutput]]]
 """an agent loop with its parameters and row: call it with a client and the tools to run it"""
+
 logger = logging.getLogger(__name__)
 
 
@@ -156,7 +157,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     """number of token ids that the model knows"""
     _filter: FilterSettings | None = None
     """PR: settings of dynamic sampling, whose metric each score must have; None without ``algorithm.filter_groups``"""
-
     _limited = False
     """whether verl's rate_limited manager calls the reward function"""
 
@@ -246,7 +246,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         for each in rows:
             if what := misfit(each, self.vocabulary, self.rollout_config):
                 raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {what}")
-            if each.response_ids and not each.response_logprobs:
+            if len(each.response_ids) and not each.response_logprobs:
                 # verl would pad an empty list with zeros, which are log-probs.
                 each.response_logprobs = None
         return rows
