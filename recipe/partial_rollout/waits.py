@@ -42,7 +42,7 @@ ERROR_LOG = "error.log"
 """file of the run directory with the traceback of a training that failed"""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)', re.MULTILINE)
 _CHAINED = re.compile(r"^(?:The above exception was the direct cause|During handling of the above)", re.MULTILINE)
-_NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollout/worker/")
+_NOT_THE_USERS = re.compile(r"site-packages|/lib/python|^<|recipe/partial_rollout/worker/|verl_ext/")
 
 
 @dataclass(frozen=True, slots=True)

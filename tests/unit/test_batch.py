@@ -26,6 +26,7 @@ from recipe.partial_rollout.training.agent_loop_manager import (
     assemble_batch,
 )
 from recipe.partial_rollout.training.reward_info import objects, spread_infos
+from recipe.partial_rollout.worker.loop_rows import LOOP_FIELDS
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 from tests.unit.conftest import build_output
 from tests.unit.shared import settings_of
@@ -76,7 +77,8 @@ def test_score_sits_on_the_last_generated_token_unless_a_model_scores_later(outp
 def test_noprs_scores_reach_generated_tokens_too():
     scores, mask = torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[1, 1, 0, 0]])
     for validate, found in ((False, [[0, 1, 0, 0]]), (True, [[0, 0, 0, 1]])):
-        batch = DataProto.from_single_dict({"rm_scores": scores, "response_mask": mask, REWARD_INFO: objects([{}])})
+        dictionaries = {REWARD_INFO: objects([{}]), LOOP_FIELDS: objects([{}])}
+        batch = DataProto.from_single_dict({"rm_scores": scores, "response_mask": mask, **dictionaries})
         spread_infos(batch, validate=validate)
         assert batch.batch["rm_scores"].tolist() == found
 

@@ -271,6 +271,31 @@ def test_reward_manager_without_a_dictionary_costs_its_sample(monkeypatch, info)
     check_left_out(generated(None, rows(2, 3), validate=True), words)
 
 
+@pytest.mark.parametrize("odd", ["uid0", "uid1"])
+@pytest.mark.parametrize(
+    ("change", "validate"), [("field", False), ("field", True), ("no log-probs", True), ("failure", True)]
+)
+def test_workers_whose_samples_have_different_fields_make_one_batch(monkeypatch, odd, change, validate):
+    run = Loop.run
+
+    async def some(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        if row["uid"] != odd:
+            return output
+        if change == "failure":
+            raise OSError("no sandbox")
+        if change == "no log-probs":
+            output.response_logprobs = None
+        output.extra_fields["env"] = 3
+        return output
+
+    monkeypatch.setattr(Loop, "run", some)
+    output = generated(flaky(), rows(2, 3), validate=validate, chunks=2)
+    assert ("rollout_log_probs" in output.batch) == (not validate)
+    found = output.non_tensor_batch.get("env", objects([None, None])).tolist()
+    assert found == [3 if uid == odd and change != "failure" else None for uid in ("uid0", "uid1")]
+
+
 @pytest.fixture(params=["legacy", "v1"])
 def trainers(request):
     """The recipe's class of a trainer and verl's."""

@@ -38,7 +38,8 @@ def worker_of(monkeypatch, *overrides, handles=None):
 
     def init(self, config):
         self.config, self.reward_loop_worker_handles = config, handles
-        self.rollout_config = SimpleNamespace(prompt_length=9, response_length=9)
+        text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9))
+        self.model_config = SimpleNamespace(hf_config=text)
 
     monkeypatch.setattr(AgentLoopWorker, "__init__", init)
     return ObservedAgentLoopWorker(build_config("quickstart_cpu", *CONFIG, *overrides))

@@ -57,7 +57,7 @@ verl.experimental.agent_loop.agent_loop:AgentLoopWorker <- observed agent_loop_m
         _postprocess mm_processor_kwargs _get_mm_processor_kwargs
     calls: _compute_multi_modal_inputs(output, input_ids)
         _compute_position_ids(input_ids, attention_mask, multi_modal_inputs)
-verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker observed pictures
+verl.experimental.agent_loop.agent_loop:AgentLoopOutput <- agent_loop_worker loop_rows observed pictures
     has: prompt_ids response_ids response_mask response_logprobs reward_score num_turns metrics extra_fields
         multi_modal_data
 verl.experimental.agent_loop.agent_loop:AgentLoopBase <- observed whole_prompts pictures

@@ -57,7 +57,8 @@ from recipe.partial_rollout.training.reward_info import info_columns, objects, o
 from recipe.partial_rollout.waits import result_of, wait
 from recipe.partial_rollout.worker.agent_loop_worker import PartialRolloutAgentLoopWorker
 from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
-from recipe.partial_rollout.worker.observed import ROW, ObservedAgentLoopWorker, ObservedLLMClient
+from recipe.partial_rollout.worker.loop_rows import ROW
+from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
 from recipe.partial_rollout.worker.pictures import Pictures
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 

@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 
 from recipe.partial_rollout.manager.policies import is_number, plain
 from recipe.partial_rollout.waits import in_thread, wait
+from recipe.partial_rollout.worker.loop_rows import LOOP_FIELDS
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, renamed
 
 
@@ -64,13 +65,15 @@ def info_columns(infos: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def spread_infos(batch: DataProto, *, validate: bool) -> None:
-    """Add a column for each key of the rewards' dictionaries to a batch that verl's manager made.
+    """Add columns to a batch that verl's manager made: the loops' fields, and the keys of the rewards' dictionaries.
 
     In training verl reads the columns, and each score moves to a token that trains. In validation verl reads the
     dictionaries: their final columns need all batches of the validation (``per_sample``).
     """
+    fields = batch.non_tensor_batch.pop(LOOP_FIELDS)
+    names = dict.fromkeys(name for each in fields for name in each)
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
-    batch.non_tensor_batch.update(columns)
+    batch.non_tensor_batch |= {name: objects([each.get(name) for each in fields]) for name in names} | columns
     if "rm_scores" in batch.batch.keys():  # noqa: SIM118
         batch.meta_info["reward_extra_keys"] = [REWARD_INFO] if validate else list(columns)
         if not validate:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -47,6 +47,7 @@ from recipe.partial_rollout.manager.policies import (
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ErrorText, InfraError, answer_of, is_cancelled, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import ReplicaAffinity, Request
+from recipe.partial_rollout.worker.loop_rows import ROW, misfit, rows_of, unified
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -68,8 +69,6 @@ REQUEST: ContextVar[Request] = ContextVar("request")
 T = TypeVar("T")
 AgentLoopCall = Callable[[Any, list[Any]], Coroutine[Any, Any, list[AgentLoopOutput]]]
 """an agent loop with its parameters and row: call it with a client and the tools to run it"""
-ROW = "__row__"
-"""column of a batch under v1: number of the row in its sample, from 0"""
 
 logger = logging.getLogger(__name__)
 
@@ -78,38 +77,6 @@ def version_of(output: TokenOutput) -> int:
     """Return the policy version that made the last token of ``output``; -1 if the replica did not say."""
     version = output.extra_fields.get("global_steps")
     return -1 if version is None else int(version)
-
-
-def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any) -> str | None:
-    """Describe what keeps ``output``, a row of an agent loop, out of a batch; None: nothing.
-
-    verl would train some of it in silence: it pads a mask that is too short with the id of the padding token, which
-    becomes the weight of a token in the loss.
-
-    Args:
-        vocabulary: number of token ids that the model knows.
-        rollout: verl's section, which has the limits of prompts and responses.
-    """
-    prompt, response, log_probs = len(output.prompt_ids), len(output.response_ids), output.response_logprobs
-    if prompt > rollout.prompt_length:
-        return f"a prompt of {prompt} tokens (actor_rollout_ref.rollout.prompt_length={rollout.prompt_length})"
-    if response > rollout.response_length:
-        return f"a response of {response} tokens (actor_rollout_ref.rollout.response_length={rollout.response_length})"
-    tokens = {*output.prompt_ids, *output.response_ids}
-    if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-        return f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}"
-    if odd := {*output.response_mask} - {0, 1}:
-        return f"a mask with {odd.pop()}, which is neither 0 nor 1"
-    if len(output.response_mask) != response:
-        return f"{response} tokens with a mask of {len(output.response_mask)}"
-    # An empty list says that there are none, as in verl's own loops.
-    if log_probs and len(log_probs) != response:
-        return f"{response} tokens with {len(log_probs)} log-probs"
-    if log_probs and np.isnan(np.asarray(log_probs, dtype=np.float32)).any():
-        return "a log-prob that is no number"
-    if not isinstance(output.num_turns, int | np.integer):
-        return f"num_turns={output.num_turns!r:.60}, which is no integer"
-    return None
 
 
 class ObservedLLMClient(LLMServerClient):
@@ -186,14 +153,16 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     """verl's worker; it limits and retries reward calls, retries agent loops, and records its engine calls."""
 
     llm_client: ObservedLLMClient
+    vocabulary: int
+    """number of token ids that the model knows"""
     _filter: FilterSettings | None = None
     """PR: settings of dynamic sampling, whose metric each score must have; None without ``algorithm.filter_groups``"""
-
     _limited = False
     """whether verl's rate_limited manager calls the reward function"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.vocabulary = self.model_config.hf_config.get_text_config().vocab_size
         if self.config.partial_rollout.reward_in_worker:
             # verl's reward worker in this process, called like an actor handle.
             local = SimpleNamespace(remote=RewardLoopWorker(self.config).compute_score)
@@ -272,37 +241,15 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(tools),
         )
-        rows = self._rows_of(await contained(agent_loop.run(dict(params), **row)))
-        for output in rows:
-            if what := misfit(output, self.vocabulary, self.rollout_config):
+        returned = await contained(agent_loop.run(dict(params), **row))
+        rows = rows_of(returned, several=self.config.trainer.use_v1)
+        for each in rows:
+            if what := misfit(each, self.vocabulary, self.rollout_config):
                 raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {what}")
+            if len(each.response_ids) and not each.response_logprobs:
+                # verl would pad an empty list with zeros, which are log-probs.
+                each.response_logprobs = None
         return rows
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Number of token ids that the model knows."""
-        return self.model_config.hf_config.get_text_config().vocab_size
-
-    def _rows_of(self, returned: Any) -> list[AgentLoopOutput]:
-        """Return what an agent loop ``returned`` as a list.
-
-        Raises:
-            TypeError: it is not an ``AgentLoopOutput`` or a list of them, the list is empty, or it is a list without
-                ``trainer.use_v1=True``.
-        """
-        if isinstance(returned, AgentLoopOutput):
-            return [returned]
-        if not isinstance(returned, list) or not all(isinstance(each, AgentLoopOutput) for each in returned):
-            what = f"a list of {type(returned[-1]).__name__}" if isinstance(returned, list) else type(returned).__name__
-            raise TypeError(f"the agent loop returned {what}: it must return an AgentLoopOutput")
-        if not returned:
-            raise TypeError(
-                "the agent loop returned an empty list: return at least one output, whose mask may be all 0"
-            )
-        if not self.config.trainer.use_v1:
-            what = f"a list of {len(returned)} outputs"
-            raise TypeError(f"the agent loop returned {what}: only trainer.use_v1=True trains several rows of a sample")
-        return returned
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
         """Run the agent loop once."""
@@ -331,7 +278,6 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             prompt_ids=[0],
             response_ids=[0],
             response_mask=[0],
-            response_logprobs=[0.0] if self.rollout_config.calculate_log_probs else None,
             # No mean of a validation counts it (``training/reward_info.py``). A colocated model scores later.
             reward_score=None if self.reward_loop_worker_handles is None else math.nan,
             metrics=AgentLoopMetrics(),
@@ -418,25 +364,26 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             raise RewardError(f"reward of prompt {prompt}: {lacks}")
 
     def _postprocess(
-        self, inputs: list[list[Any]], input_non_tensor_batch: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        inputs: list[list[Any]],
+        input_non_tensor_batch: dict[str, Any] | None = None,
+        *,
+        validate: bool = False,
     ) -> DataProto:
-        """Make a batch of all rows of the samples as verl's worker does; one column has the rewards' extra information.
+        """Make a batch of all rows of the samples as verl's worker does, with the columns that every worker's batch has.
+
+        The rewards' extra information and the loops' own fields have a column of dictionaries each (``spread_infos``).
 
         Args:
-            inputs: rows of each sample; the extra information of two samples may have different keys.
+            inputs: rows of each sample; two samples may have different fields.
             input_non_tensor_batch: columns with one entry a sample.
         """
         rows = [row for sample in inputs for row in sample]
         owners = np.repeat(np.arange(len(inputs)), [len(sample) for sample in inputs])
         columns = {key: column[owners] for key, column in (input_non_tensor_batch or {}).items()}
-        if any(each.response_logprobs is None for each in rows):
-            # verl takes the log-probs of all rows or of none.
-            for each in rows:
-                each.response_logprobs = None
-        infos = np.empty(len(rows), dtype=object)
-        infos[:] = [each.extra_fields.pop(REWARD_INFO, None) or {} for each in rows]
-        data = super()._postprocess(rows, columns, **kwargs)
-        data.non_tensor_batch[REWARD_INFO] = infos
+        own = unified(rows, validate)
+        data = super()._postprocess(rows, columns, validate=validate)
+        data.non_tensor_batch |= own
         if self.config.trainer.use_v1:
             data.non_tensor_batch[ROW] = np.concatenate([np.arange(len(sample)) for sample in inputs])
         return data

@@ -24,7 +24,7 @@ from verl.protocol import DataProto
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from recipe.partial_rollout.training.agent_loop_manager import samples_of
-from recipe.partial_rollout.worker.observed import ROW
+from recipe.partial_rollout.worker.loop_rows import ROW
 
 _PARTITION = "train"
 """v1's, of TransferQueue"""
