@@ -305,17 +305,15 @@ LEARNING = (
             or None in (bounds := (at(c, "actor.clip_ratio_low"), at(c, "actor.clip_ratio_high")))
             or bounds == (v, v)
         ),
-        lambda _: (
-            f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default: set clip_ratio_low and "
-            "clip_ratio_high, which take its place"
-        ),
+        lambda _: f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default",
+        "set clip_ratio_low and clip_ratio_high, which take its place",
     ),
     # validation
     Rule(
         "rollout.val_kwargs.do_sample",
         lambda v, c: v or at(c, "rollout.val_kwargs.temperature") == 0,
         "True, or rollout.val_kwargs.temperature=0, which is greedy",
-        "verl reads temperature, top_p and top_k alone",
+        "verl does not read it, and samples at the temperature",
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
