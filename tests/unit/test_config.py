@@ -175,6 +175,7 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
     assert not ray.is_initialized()
 
 
+REF = "actor_rollout_ref.ref.log_prob"
 BUDGET = "max_token_len_per_gpu"
 GAE = "algorithm.adv_estimator=gae"
 VERLS_MISTAKES = {
@@ -221,6 +222,7 @@ VERLS_MISTAKES = {
     f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
         f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
     ),
+    f"{ACTOR}.use_kl_loss=True {REF}_use_dynamic_bsz=False {REF}_micro_batch_size=4": "null if actor_rollout_ref.ref.",
     f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=4 {ROLLOUT}.log_prob_micro_batch_size=4 "
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named

@@ -102,11 +102,15 @@ TRAINING = (
         lambda c: f"must equal actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
         "verl's worker asserts it",
     ),
-    # verl's workers assert the other key, without a word
+    # verl's workers need the other key, and fail without a word
     *where("actor.use_dynamic_bsz=False", only("actor.ppo_micro_batch_size", None, _A_DEVICE.format("ppo"))),
     *where(
         "rollout.log_prob_use_dynamic_bsz=False",
         only("rollout.log_prob_micro_batch_size", None, _A_DEVICE.format("log_prob")),
+    ),
+    *where(
+        ("ref.log_prob_use_dynamic_bsz=False", need_reference_policy),
+        only("ref.log_prob_micro_batch_size", None, _A_DEVICE.format("log_prob")),
     ),
     # micro-batches that are made by tokens: of the update, the log-probs, the reference
     *where("actor.use_dynamic_bsz=True", budget("actor.ppo_max_token_len_per_gpu", "actor")),
