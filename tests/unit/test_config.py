@@ -145,10 +145,10 @@ MISTAKES = {
     f"{FILTERS} algorithm.use_kl_in_reward=True {FILTER}.metric=seq_final_reward": "reward with",
     f"{FILTERS} {MODEL_RM}.enable=True": "resource_pool=False: must be True if reward.reward_model.enable=True and",
     f"algorithm=gspo {P}.trust_region_bounds=[0.1,0.1]": "null: partial_rollout.trust_region=auto is no region",
-    f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "trust_region=none is no region",
+    f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "none is no region with",
     f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
-    f"{LOSS}=dppo_tv {P}.trust_region=mask": "trust_region_bounds=None: [low, high]",
-    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"null: set {ROLLOUT}.logprobs_mode",
+    f"{LOSS}=dppo_tv {P}.trust_region=mask": f"_bounds=None: [low, high], such as [0.2,0.2] if {P}.trust_region=mask and",
+    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"must be null if {P}.enable=True: set {ROLLOUT}.logp",
     f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
     f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
     f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
@@ -176,6 +176,7 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
     assert not ray.is_initialized()
 
 
+REF = "actor_rollout_ref.ref.log_prob"
 BUDGET = "max_token_len_per_gpu"
 GAE = "algorithm.adv_estimator=gae"
 VERLS_MISTAKES = {
@@ -225,6 +226,7 @@ VERLS_MISTAKES = {
     f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
         f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
     ),
+    f"{ACTOR}.use_kl_loss=True {REF}_use_dynamic_bsz=False {REF}_micro_batch_size=4": "null if actor_rollout_ref.ref.",
     f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=4 {ROLLOUT}.log_prob_micro_batch_size=4 "
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named

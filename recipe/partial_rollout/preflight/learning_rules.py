@@ -102,11 +102,15 @@ TRAINING = (
         lambda c: f"must equal actor_rollout_ref.actor.use_dynamic_bsz={c.actor_rollout_ref.actor.use_dynamic_bsz}",
         "verl's worker asserts it",
     ),
-    # verl's workers assert the other key, without a word
+    # verl's workers need the other key, and fail without a word
     *where("actor.use_dynamic_bsz=False", only("actor.ppo_micro_batch_size", None, _A_DEVICE.format("ppo"))),
     *where(
         "rollout.log_prob_use_dynamic_bsz=False",
         only("rollout.log_prob_micro_batch_size", None, _A_DEVICE.format("log_prob")),
+    ),
+    *where(
+        ("ref.log_prob_use_dynamic_bsz=False", need_reference_policy),
+        only("ref.log_prob_micro_batch_size", None, _A_DEVICE.format("log_prob")),
     ),
     # micro-batches that are made by tokens: of the update, the log-probs, the reference
     *where("actor.use_dynamic_bsz=True", budget("actor.ppo_max_token_len_per_gpu", "actor")),
@@ -309,17 +313,15 @@ LEARNING = (
             or None in (bounds := (at(c, "actor.clip_ratio_low"), at(c, "actor.clip_ratio_high")))
             or bounds == (v, v)
         ),
-        lambda _: (
-            f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default: set clip_ratio_low and "
-            "clip_ratio_high, which take its place"
-        ),
+        lambda _: f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default",
+        "set clip_ratio_low and clip_ratio_high, which take its place",
     ),
     # validation
     Rule(
         "rollout.val_kwargs.do_sample",
         lambda v, c: v or at(c, "rollout.val_kwargs.temperature") == 0,
         "True, or rollout.val_kwargs.temperature=0, which is greedy",
-        "verl reads temperature, top_p and top_k alone",
+        "verl does not read it, and samples at the temperature",
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),

@@ -206,7 +206,7 @@ _PARTIAL_ROLLOUT = (
         one_of(f"{CORRECTION}.rollout_is", (None,)),
     ),
     *where(
-        _PR,
+        lambda c: c.partial_rollout.enable,
         Rule(
             _BOUNDS,
             lambda v, c: v is None or _region(c) is not None,
@@ -222,9 +222,8 @@ _PARTIAL_ROLLOUT = (
         Rule(
             _BOUNDS,
             lambda v, _: v is not None,
-            lambda c: (
-                f"[low, high], such as [0.2,0.2]: the clip bounds of {at(c, LOSS)} are thresholds of a divergence"
-            ),
+            "[low, high], such as [0.2,0.2]",
+            "the clip bounds of dppo_tv and dppo_kl are thresholds of a divergence, not of a ratio",
         ),
     ),
     *where(
@@ -264,8 +263,8 @@ _PARTIAL_ROLLOUT = (
             f"{CORRECTION}.rollout_is_threshold",
             lambda v, _: keeps_on_policy_tokens(v),
             # hydra reads 0.5_5 as the number 0.55.
-            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0', with 1 between them",
-            "one number caps the weights; of two, tokens outside are masked",
+            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0'",
+            "one number caps the weights; of two, which must have 1 between them, tokens outside are masked",
         ),
     ),
     # where the engines run
@@ -350,7 +349,7 @@ def _engine_keys(config: DictConfig) -> Iterator[Rule]:
     for name in at(config, _VLLM) or {}:
         key = str(name).replace("-", "_")
         if key in _OF_ROLLOUT:
-            yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, f"null: set {full(f'rollout.{key}')} instead")
+            yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, "must be null", f"set {full(f'rollout.{key}')}")
 
 
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:
