@@ -16,6 +16,7 @@ from recipe.partial_rollout.preflight import inputs
 from recipe.partial_rollout.preflight.columns import check_columns
 from recipe.partial_rollout.preflight.inputs import cache_by_content, missing_inputs
 from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from tests.unit.shared import settings_of
 
@@ -279,6 +280,10 @@ def test_rows_of_a_dataset_class_of_ones_own_are_checked_as_it_makes_them(check)
     assert len(check(asked, BRANCHES, *own("Adds"))) == len(check([row()] * 3, BRANCHES, *own("Frame"))) == 3
     with pytest.raises(ConfigError, match=rf"^data\.train_files=.*{READS} data_source"):
         check([row()] * 3, BRANCHES, *own("Nameless"))
+
+
+def test_dataset_class_of_ones_own_may_read_keys_that_verl_does_not(resolved_config):
+    check_verl_keys(resolved_config("quickstart_cpu", *own("Frame"), "data.truncation=left"))
 
 
 def test_dataset_class_of_ones_own_may_read_a_folder_or_a_name_of_the_hub(tmp_path, resolved_config, monkeypatch):

@@ -127,7 +127,9 @@ def _check_keys(key: str, value: Any, number: int, keys: Iterable[str], first: I
 def _check_arrays(key: str, value: Any, number: int, row: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for a column of row ``number`` of which verl's call of a reward worker can make no array."""
     for column, each in row.items():
-        words = f"row {number}, column {column}: its nested lists must have the same length (or store it as text)"
+        words = (
+            f"row {number}, column {column}: verl's reward call makes an array of it, which needs lists of one length"
+        )
         with refusing(key, value, words, ValueError):
             if not isinstance(each, torch.Tensor):
                 np.array([each])
