@@ -126,7 +126,7 @@ def _judge(out: Path, outcomes: list[Outcome], undisturbed: Path | None) -> int:
         "faults": [{**asdict(outcome), "at": round(outcome.at, 1)} for outcome in outcomes],
         "lost": audited.lost,
         "repeated": audited.repeated,
-        "violations": [*audited.violations, *hung, *told],
+        "violations": [*audited.violations, *audited.notes(), *hung, *told],
         "max_staleness": audited.max_staleness,
         "max_staleness_allowed": audited.sizes.max_staleness,
         "trained_groups": sum(len(entry.trained) for entry in audited.entries),

@@ -168,7 +168,7 @@ def test_killed_replicas_come_back_and_the_other_takes_their_samples_over(start,
     server.kill()
     assert run.process.wait(300) == 0, run.terminal()[-3000:]
     result, _ = audit(run.directory)
-    assert result.violations == [] and result.complete and len(result.trained) == 4 * steps
+    assert result.violations == result.notes() == [] and result.complete and len(result.trained) == 4 * steps
     read = run.read()
     restarted = {s: metrics["partial_rollout/failures/replicas_restarted_total"] for s, metrics in read.steps.items()}
     assert restarted[steps] == 2
@@ -187,4 +187,4 @@ def test_training_that_is_killed_twice_loses_nothing(task, count_start, tmp_path
         count_start()
     assert chaos([*arguments, *SEPARATE, *overrides]) == 0
     result, _ = audit(tmp_path / "run")
-    assert result.violations == [] and result.complete and len(result.trained) == 24
+    assert result.violations == result.notes() == [] and result.complete and len(result.trained) == 24

@@ -58,7 +58,7 @@ def test_killed_stopped_and_resumed_it_trains_every_prompt_once(lives):
     assert {1, 3, 4, 5, 6} <= set(run.steps) and run.run["complete"]
     assert [round_["step"] for round_ in run.rounds] == [1, 2, 3, 4, 5, 6]
     judged, code = audit(run.directory)
-    assert code == 0 and judged.violations == [], judged.violations
+    assert code == 0 and judged.violations == judged.notes() == [], judged.violations
     trained = [group["uid"] for round_ in run.rounds for group in round_["trained"]]
     assert len(set(trained)) == 24
     assert all(data["training/off_policy/trajectory_staleness_worst/max"] <= 8 for data in run.steps.values())
@@ -92,7 +92,7 @@ def test_separate_engines_and_dynamic_sampling_end_in_a_clean_run(module_train):
         name="separate",
     )
     judged, code = audit(run.directory)
-    assert code == 0 and judged.violations == [], judged.violations
+    assert code == 0 and judged.violations == judged.notes() == [], judged.violations
     assert run.run["complete"] and 0 < len(run.steps) < 6
     assert run.log[-1]["exhausted"]
 

@@ -114,6 +114,7 @@ MISTAKES = {
     f"{P}.tools.release_after_s=inf": "below partial_rollout.deadlines.stall_s=60",
     "actor_rollout_ref.model.path=/nowhere/model": "a local model directory",
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
+    f"data.train_files={__file__}/": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
     "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",

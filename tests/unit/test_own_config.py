@@ -71,7 +71,11 @@ def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, mon
         "reward.reward_manager.module.path": (package, package),
         "trainer.default_local_dir": ("outputs/run", f"{tmp_path}/outputs/run"),
         "trainer.rollout_data_dir": ("~/dumps", f"{tmp_path}/dumps"),
-        "trainer.validation_data_dir": (None, None),
+        "trainer.validation_data_dir": ("~", str(tmp_path)),
+        # Of the clone, only what lies in conf/ is found from elsewhere.
+        "critic.model.path": ("pyproject.toml", "pyproject.toml"),
+        "critic.model.tokenizer_path": ("conf/own_job.yaml", f"{ROOT}/conf/own_job.yaml"),
+        "critic.model.config_path": (None, None),
         "trainer.project_name": ("model", "model"),
     }
     config = OmegaConf.create({})

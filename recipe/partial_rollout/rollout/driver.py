@@ -26,6 +26,7 @@ Step s trains from the weights of version v = s - 1 and makes version s. N is th
                                                                          trained in time (manager/admission.py)
             watch workers, trainers, stop    rollout/guard.py            a dead worker is replaced
         interrupt the engines                rollout/replicas.py         unfinished turns come back as segments
+        manager.batch                        manager/actor.py            the driver fetches its outputs from Ray's store
         begin_version(v + 1)                                             leases wait at the workers' gates
     train, in verl's fit                     training/trainer_run.py
         assemble the batch                   training/agent_loop_manager.py
