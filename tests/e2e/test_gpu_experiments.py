@@ -90,7 +90,8 @@ def test_learning_validates_against_the_wanted_reward(run, count_start):
     first, second = ended.figures
     assert (first["step"], second["step"], second["reached"]) == (1, 2, False)
     assert first["pass_s"] > 0 and first["interrupt_s"] is None
-    assert first["held_out"] is None and second["held_out"] == 0.0 and second["trained_s"] > first["trained_s"] > 0
+    assert first["held_out"] is None and 0 <= second["held_out"] < 1
+    assert second["trained_s"] == pytest.approx(first["step_s"] + second["step_s"])
 
 
 def test_release_that_the_recipe_refuses_is_a_figure(run, tmp_path):
