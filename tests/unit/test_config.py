@@ -241,6 +241,7 @@ VERLS_MISTAKES = {
     "trainer.default_local_dir=s3://bucket/run": "a local directory that this user can write",
     "trainer.default_local_dir='$HOME/run'": "a local directory that this user can write",
     "trainer.default_local_dir=''": "a local directory that this user can write",
+    f"trainer.default_local_dir={__file__}": "a local directory that this user can write",
 }
 """what verl finds out late, or never, with and without partial rollout"""
 
