@@ -142,7 +142,10 @@ await_gpus
 status=143
 if [[ -z $ended_by ]]; then
   say "start ${SLURM_RESTART_COUNT:-0} of job ${SLURM_JOB_ID:-}: $1 $2 on $NNODES x $gpus GPUs"
-  bash run_scripts/recipe.sh "$@" &
+  # What the job was told to begin from holds for its first start. hydra takes a key's last value.
+  again=()
+  [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || again=(trainer.resume_mode=auto)
+  bash run_scripts/recipe.sh "$@" "${again[@]}" &
   trainer=$!
   tell_trainer
   # `wait` returns when a signal comes, too.

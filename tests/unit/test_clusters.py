@@ -104,6 +104,14 @@ def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables
     assert process.returncode == 2 and line.startswith(f"slurm_recipe: {message}")
 
 
+@pytest.mark.parametrize(("starts", "mode"), [("0", "disable"), ("1", "auto")])
+def test_requeued_job_resumes_what_it_has_trained(slurm, log, tmp_path, starts, mode):
+    process = slurm(*RECIPE, "trainer.resume_mode=disable", SLURM_RESTART_COUNT=starts)
+    until((tmp_path / "trains").exists, process)
+    (trainer,) = [call for call in log() if "main_ppo" in call]
+    assert trainer.split("trainer.resume_mode=")[-1] == mode, "hydra takes the last value"
+
+
 def test_job_starts_ray_on_every_node_and_ends_with_the_trainers_exit_code(slurm, log, tmp_path):
     process = slurm(*RECIPE, "trainer.save_freq=5")
     until((tmp_path / "trains").exists, process)
