@@ -1,6 +1,9 @@
 """The report's figures and sentences over small runs that can be worked out by hand, in turns and separate."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -129,6 +132,28 @@ def test_any_number_of_runs_is_compared_with_the_first_one_of_nopr(tmp_path, cap
     against = report["against_base"]["pr_1/seed_1"]
     assert against["ratios"]["step_s"] == pytest.approx(0.75) and against["differences"] == []
     assert "0.75 of its step time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "draws",
+    ["tools.report import panels as _", "training.step_log import _empty; _empty()"],
+    ids=["report", "training"],
+)
+def test_users_choice_of_matplotlibs_backend_spoils_no_picture(draws):
+    """matplotlib cannot be imported with one that it does not know."""
+    code = f"from recipe.partial_rollout.{draws}"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MPLBACKEND": "mine"}, timeout=200)
+
+
+def test_runs_that_have_only_cold_steps_say_so_and_leave_out_none(tmp_path):
+    comparison = compared(tmp_path, base={"rounds": default_rounds(1)}, other={"rounds": default_rounds(1)})
+    assert findings(comparison)[0] == (
+        "The same 2 groups: per trained token, PR took 1.00 of noPR's rollout time and 1.00 of its step time."
+    )
+    assert cautions(comparison) == [
+        f"{name} has only first steps after a start, whose engines are cold: its times say little"
+        for name in ("noPR", "PR")
+    ]
 
 
 @pytest.mark.parametrize("steps", [2, 12])

@@ -106,6 +106,11 @@ class RunRecord:
         return [step for step in self.steps if step.number not in self.cold] or self.steps
 
     @property
+    def only_cold(self) -> bool:
+        """Whether each step is the first of a process."""
+        return all(step.number in self.cold for step in self.steps)
+
+    @property
     def calls(self) -> CallColumns:
         """Engine calls of all rounds; joined anew each time."""
         return CallColumns.joined(round_.phase.calls for round_ in self.rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from itertools import groupby
@@ -315,6 +316,8 @@ def length_histogram(round_: Round) -> Figure:
 
 
 def _empty() -> tuple[Figure, Axes]:
+    # A backend of the user's that matplotlib does not know would end the run.
+    os.environ["MPLBACKEND"] = "agg"
     # Drawing libraries take a second to import.
     from matplotlib.figure import Figure
 

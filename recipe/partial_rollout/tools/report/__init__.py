@@ -7,3 +7,8 @@
 Everything is computed from the two files that a run writes (`run.jsonl`, `metrics.jsonl`); nothing here
 imports verl, torch or Ray, so a report can be made on any machine, also while the runs go on.
 """
+
+import os
+
+# Pictures need no window, and matplotlib cannot be imported with a backend of the user's that it does not know.
+os.environ["MPLBACKEND"] = "agg"

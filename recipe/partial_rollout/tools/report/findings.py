@@ -34,21 +34,27 @@ def _against(other: Other, *, by_wall: bool) -> str:
             f"{work}: per trained token, {other.name} took {_part(ratios['wall_s_per_trained_token'])} "
             f"{base.name}'s wall time, first batch to last"
         )
+    cold = base.run.only_cold or other.run.only_cold
     return (
         f"{work}: per trained token, {other.name} took {_part(ratios['rollout_s_per_trained_token'])} "
-        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time, "
-        "without the first step after each start, whose engines are cold"
+        f"{base.name}'s rollout time and {_part(ratios['step_s_per_trained_token'])} its step time"
+        + ("" if cold else ", without the first step after each start, whose engines are cold")
     )
 
 
 def cautions(comparison: Comparison) -> list[str]:
-    """Return what a reader must know before any number: unfinished runs, unequal work, different settings or
-    engines."""
+    """Return what a reader must know before any number: unfinished runs, cold engines, unequal work,
+    different settings or engines."""
     return [
         *(
             f"{side.name} is not complete: {side.summary.steps:,} steps so far"
             for side in comparison.sides
             if not side.run.complete
+        ),
+        *(
+            f"{side.name} has only first steps after a start, whose engines are cold: its times say little"
+            for side in comparison.sides
+            if side.run.only_cold
         ),
         *("The work differs: " + "; ".join(other.differences) for other in comparison.others if other.differences),
         *(line[0].upper() + line[1:] for line in comparison.unlike),
