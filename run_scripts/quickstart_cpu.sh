@@ -82,4 +82,4 @@ train "${pr[@]}"
 say "comparison"
 python -m recipe.partial_rollout.tools report "$out/noPR" "$out/PR" --out "$out"
 printf '\nquick start done in %d s, set-up included; pictures and tables are in %s; SwanLab: bash run_scripts/dashboard.sh %s\n' \
-  "$SECONDS" "$out" "$out"
+  "$SECONDS" "$out" "$(printf %q "$out")"

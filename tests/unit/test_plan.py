@@ -222,7 +222,7 @@ def test_number_that_is_none_is_refused(capsys, option, values, least):
 )
 def test_options_that_make_no_sense_are_refused_in_a_line(capsys, arguments, message):
     assert plan.main(arguments) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
 
 
@@ -231,17 +231,17 @@ def test_configuration_that_a_dying_process_left_torn_is_named(tmp_path, capsys)
     for content in (b"partial_rollout: [1,", b"\xff\xfe\xfd", b"partial_rollout: {max_staleness: x}"):
         (path / "config.yaml").write_bytes(content)
         assert plan.main(["--run", str(path)]) == 2
-        (line,) = capsys.readouterr().out.splitlines()
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {path}/config.yaml cannot be read (")
 
 
 def test_run_that_the_simulation_cannot_play_is_refused(tmp_path, capsys):
     assert plan.main(["--run", str(separate_run(tmp_path / "separate"))]) == 2
-    assert "give a run with placement=colocated" in capsys.readouterr().out
+    assert "give a run with placement=colocated" in capsys.readouterr().err
     calls = [(0, start, start + 2, 20, 0, 0, 10, 0.0, "0/0#0", False) for start in (0, 6)]
     rounds = [build_round(1, start=0, end=10, calls=calls, trained=[build_group(0, [20])])]
     assert plan.main(["--run", str(build_run(tmp_path / "a", rounds=rounds))]) == 2
-    assert "samples waited 4 s between turns and decoded 4 s; the simulation plays no tools" in capsys.readouterr().out
+    assert "samples waited 4 s between turns and decoded 4 s; the simulation plays no tools" in capsys.readouterr().err
     # Of 30 conversations four wait 1 s: too little to matter.
     record = load_run(interrupted_run(tmp_path / "b"))
     assert LengthTrace.of_run(record).groups.shape == (6, 4)

@@ -8,6 +8,7 @@ compares forecasts with measured runs.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings, cluster, lengths, source = inputs(options, record)
         plans = plans_of(settings, cluster, lengths, options.overlaps, seconds_outside_rollout(record))
     except (ValueError, OverflowError, OSError) as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(
         f"{_describe(cluster, lengths, source)}\n\n{plan_table(plans).console()}\n\n{advice(plans, settings.max_staleness)}"
