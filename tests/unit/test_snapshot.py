@@ -160,6 +160,17 @@ def test_checkpoint_is_torn_from_its_beginning_until_it_is_sealed(tmp_path):
     assert verify(step_dir) == whole
 
 
+def test_record_that_cannot_be_read_is_named(tmp_path):
+    ours = checkpoint(tmp_path, 4) / "partial_rollout"
+    for path in (ours / "manifest.json", tmp_path / TRACKER):
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(CheckpointError, match=r"cannot be (read|resumed).*\(?Is a directory"):
+            RunCheckpoints(tmp_path)
+        path.rmdir()
+        path.touch()
+
+
 def test_directory_of_another_trainer_step_or_version_is_foreign(tmp_path):
     moved = checkpoint(tmp_path, 4).rename(tmp_path / "global_step_9")
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)

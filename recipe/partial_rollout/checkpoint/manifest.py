@@ -171,6 +171,8 @@ def read(step_dir: Path) -> Manifest:
         return msgspec.json.decode(sealed.manifest, type=Manifest)
     except FileNotFoundError:
         raise torn(step_dir, "it has no manifest: the checkpoint was not finished") from None
+    except OSError as error:
+        raise foreign(step_dir, f"its manifest cannot be read ({error.strerror})") from None
     except msgspec.ValidationError as error:
         raise foreign(step_dir, f"its manifest is not of this version's format ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -144,10 +144,13 @@ class RunCheckpoints:
 
     def _tracked(self) -> int | None:
         """The step that the tracker names; None if there is no tracker, or if verl's write of it was cut off."""
+        path = self.run_dir / TRACKER
         try:
-            return int((self.run_dir / TRACKER).read_text())
+            return int(path.read_text())
         except (FileNotFoundError, ValueError):
             return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); remove it") from None
 
     def _choose_newest(self) -> None:
         """Choose the checkpoint of the step that the tracker names, or the newest whole one before it."""
