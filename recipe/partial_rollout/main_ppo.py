@@ -170,6 +170,18 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
     return TaskRunner(config, files, found)
 
 
+def claim_directory(config: DictConfig, directories: set[str]) -> None:
+    """Add the run's directory to those of the process, or refuse one that an earlier job of the multirun has.
+
+    There the job would resume that one, instead of training anew with its own values.
+    """
+    key = "trainer.default_local_dir"
+    if (given := str(OmegaConf.select(config, key))) in directories:
+        example = "'trainer.experiment_name=job${hydra:job.num}'"
+        refuse(fail(key, given, f"another directory for each job of a multirun, as with {example}"))
+    directories.add(given)
+
+
 class _AboveProgressBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
@@ -255,11 +267,13 @@ def main() -> None:
 def _main() -> None:
     act = check if CHECK in sys.argv else run
     codes: list[Any] = []
+    directories: set[str] = set()
     sys.argv = [argument for argument in sys.argv if argument != CHECK]
 
     @hydra.main(config_path=str(CONF_DIR), config_name="ppo_partial_rollout", version_base=None)
     def composed(config: DictConfig) -> None:
         try:
+            claim_directory(config, directories)
             end_in_one_line(act, config)
         except SystemExit as end:
             # A multirun checks every job. A training that fails ends the whole multirun.

@@ -48,11 +48,17 @@ def test_own_config_that_ours_would_hide_is_refused(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_every_job_of_a_multirun_is_checked(tmp_path):
+def test_every_job_of_a_multirun_is_checked_and_needs_a_directory_of_its_own(tmp_path):
+    """In the directory of an earlier job it would resume that job."""
     given = "--check", "-m", "--config-name=own_job", "platform=cpu", "partial_rollout.overlap=-3,0.5", "algorithm=rloo"
-    done = run(tmp_path, "main_ppo", *given, "actor_rollout_ref.model.path=none", "data.train_files=none.parquet")
-    assert done.returncode == 2, done.stderr
-    assert "config error: partial_rollout.overlap=-3" in done.stderr and "overlap 0.5" in done.stdout
+    given = *given, "actor_rollout_ref.model.path=none", "data.train_files=none.parquet"
+    own = run(tmp_path, "main_ppo", *given, "trainer.experiment_name=job${hydra:job.num}")
+    assert own.returncode == 2, own.stderr
+    assert "config error: partial_rollout.overlap=-3" in own.stderr and "overlap 0.5" in own.stdout
+    shared = run(tmp_path, "main_ppo", *given)
+    assert shared.returncode == 2 and "overlap 0.5" not in shared.stdout
+    words = "another directory for each job of a multirun, as with 'trainer.experiment_name=job${hydra:job.num}'"
+    assert f"config error: trainer.default_local_dir=outputs/own_job/pr: {words}" in shared.stderr
 
 
 def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, monkeypatch):
