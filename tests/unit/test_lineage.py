@@ -47,7 +47,6 @@ def live(tmp_path, resolved_config, monkeypatch, request):
         files.checkpoints.save(files.completed_step, in_flight, write)
 
     def run(who, *, until, mode="auto", path=None, keep=None, directory=tmp_path / "run"):
-        monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
         keys = "data.train_batch_size=1", f"trainer.default_local_dir={directory}", "actor_rollout_ref.rollout.n=8"
         config = resolved_config("quickstart_cpu", *keys, f"partial_rollout.enable={partial}")
         directory.mkdir(exist_ok=True)

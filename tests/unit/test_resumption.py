@@ -81,7 +81,6 @@ def start(tmp_path, inputs, resolved_config, monkeypatch):
                 checkpoints.save(save, in_flight, lambda: (actor.mkdir(), (actor / "model.pt").touch()))
 
         monkeypatch.setattr(task_runner.TaskRunner, "train", train)
-        monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
         enable = f"partial_rollout.enable={ARMS[arm]}"
         config = resolved_config("quickstart_cpu", *keys.split(), enable, *overrides)
         if checks:
@@ -100,6 +99,7 @@ def goes_on(runner):
     return runner.files.checkpoints.resumed_step == 2
 
 
+OPTIM, CONTENTS = "actor_rollout_ref.actor.optim", "actor_rollout_ref.actor.checkpoint.load_contents"
 CHANGES = [
     ("data.train_batch_size=8", "data.train_batch_size=8: must be 4, as in"),
     ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n=4: must be 2, as in"),
@@ -111,6 +111,10 @@ CHANGES = [
     ("partial_rollout.max_staleness=1", "partial_rollout.max_staleness=1: must be at least 2, as in"),
     ("data.max_response_length=8", r"data.max_response_length=8: must be at least \d+, as in"),
     ("data.max_prompt_length=16", r"data.max_prompt_length=16: must be at least \d+, as in"),
+    (f"{OPTIM}.lr=1e-7", rf"{OPTIM}.lr=1e-07: must be [\d.e-]+, as in"),
+    (f"{OPTIM}.betas=[0.8,0.9]", rf"{OPTIM}.betas=\[0.8, 0.9\]: must be \[0.9, 0.999\], as in"),
+    (f"{OPTIM}.weight_decay=0.5", rf"{OPTIM}.weight_decay=0.5: must be 0.01, as in"),
+    (f"+{OPTIM}.override_optimizer_config.eps=1", rf"{OPTIM}.override_optimizer_config={{'eps': 1}}: must be None, as"),
 ]
 KEEPS = ("partial_rollout.overlap=1", "partial_rollout.max_staleness=2")
 
@@ -132,6 +136,46 @@ def test_key_that_differs_from_the_checkpoints_is_refused(start, inputs, tmp_pat
     assert goes_on(start(*KEEPS, *longer, "trainer.total_epochs=9", f"{key}={moved}"))
     over = start(*KEEPS, *[change for change, _ in changes], BATCH_OF_8, "trainer.resume_mode=disable")
     assert over.files.checkpoints.resumed_step == 0, "it starts over"
+
+
+@pytest.mark.parametrize(
+    ("key", "contents", "accepted"),
+    [
+        ("lr=1e-7", "[model]", True),
+        ("lr=1e-7", "[model,optimizer]", False),
+        ("lr=1e-7", "[model,extra]", False),
+        ("weight_decay=0.5", "[model,optimizer]", False),
+        ("clip_grad=0.5", "[model,optimizer,extra]", True),
+        ("lr_scheduler_type=cosine", "[model,optimizer,extra]", True),
+    ],
+)
+def test_optimizer_setting_may_change_unless_the_checkpoint_brings_it_back(start, key, contents, accepted):
+    """The schedule's base rate is in ``extra``; with ``optimizer`` alone the first update has the checkpoint's rate."""
+    start(arm="noPR", save=2)
+    again = f"{OPTIM}.{key}", f"{CONTENTS}={contents}"
+    if accepted:
+        assert goes_on(start(*again, arm="noPR", save=4))
+        # The next checkpoint has the new value.
+        assert start(again[0], arm="noPR").files.checkpoints.resumed_step == 4
+    else:
+        with pytest.raises(ConfigError, match=rf"^{OPTIM}.{key[:-1]}.*{CONTENTS}=\[model\] starts the optimizer anew"):
+            start(*again, arm="noPR")
+
+
+def test_critic_resumes_only_from_a_checkpoint_with_one_and_with_its_optimizer(start, inputs, tmp_path):
+    start(save=2)
+    critic = "algorithm.adv_estimator=gae", f"critic.model.path={inputs.model}"
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.adv_estimator=gae: one without a critic, as in .*global_step_2;"
+    ):
+        start(*critic)
+    start(*critic, "trainer.resume_mode=disable", save=2)
+    (tmp_path / "run" / "global_step_2" / "critic").mkdir()
+    assert goes_on(start(*critic))
+    with pytest.raises(
+        ConfigError, match=r"^critic.optim.lr=1e-09: must be .*critic.checkpoint.load_contents=\[model\]"
+    ):
+        start(*critic, "critic.optim.lr=1e-9")
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -193,6 +237,15 @@ def test_validation_alone_makes_its_directory_for_the_output_of_libraries(start,
     monkeypatch.setattr(main_ppo, "keep_output", lambda path: kept.append(path.parent.is_dir()))
     start("trainer.val_only=True")
     assert kept == [True] and not [*(tmp_path / "run").iterdir()]
+
+
+def test_other_place_for_the_metrics_is_refused(start, monkeypatch, tmp_path):
+    """A new run would move another run's metrics away there, and no tool would find its own."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "run" / "metrics.jsonl"))
+    start()
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "all.jsonl"))
+    with pytest.raises(ConfigError, match=r"^VERL_FILE_LOGGER_PATH=.*all.jsonl: unset, or .*run/metrics.jsonl: "):
+        start()
 
 
 @pytest.mark.parametrize(("arm", "other"), [("PR", "noPR"), ("noPR", "PR")])

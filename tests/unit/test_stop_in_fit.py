@@ -169,7 +169,6 @@ def build_trainer(config, run_dir, manager, output, *, moment):
 @pytest.fixture
 def life(tmp_path, monkeypatch, resolved_config, manager, output, prompts):
     """One process of the training; ``stop_at``: moment and the step in which the signal comes there."""
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     monkeypatch.setattr(verl_trainer, "extract_reward", lambda batch: (batch.batch["rm_scores"], {}))
     at = SimpleNamespace()
 

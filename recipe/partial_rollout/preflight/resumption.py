@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import RunCheckpoints, cl
 from recipe.partial_rollout.config.keys import fail
 from recipe.partial_rollout.config.settings import trainer_devices
 from recipe.partial_rollout.preflight.inputs import MODEL
+from recipe.partial_rollout.records.run_log import METRICS
 
+_FILE = "VERL_FILE_LOGGER_PATH"
+"""variable of verl's file logger"""
 _ROWS = "data.train_files"
 _ALIKE = (
     "partial_rollout.enable",
@@ -43,6 +47,9 @@ _GROWING = {
     "algorithm.filter_groups.enable": "the checkpoint has consumed more prompts than it has trained",
 }
 """keys that a resume under PR may raise (a flag: switch on) but not lower, each with the reason"""
+_BROUGHT_BACK = "lr", "betas", "weight_decay", "override_optimizer_config"
+"""keys of ``optim`` whose values FSDP takes from the checkpoint; the type of the schedule and ``clip_grad`` are the
+config's"""
 _WHY = _GROWING | {_TRAINERS: "the checkpoint has a shard for each of that many trainer devices"}
 
 
@@ -52,9 +59,13 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     ``made_of`` of the result has these facts. ``check_made_of_rows`` adds the rows, once they are loaded.
 
     Raises:
-        ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings.
+        ConfigError: the checkpoint that ``trainer.resume_mode`` asks for cannot be resumed, or not with these settings;
+            or a variable has verl write the metrics elsewhere.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    given, own = os.environ.get(_FILE), run_dir / METRICS
+    if given and Path(given).resolve() != own.resolve():
+        raise fail(_FILE, given, f"unset, or {own}: a resume, and each tool, looks for the metrics there")
     # It removes the keys of retention. They stay in the config that is saved with the run, so it gets a copy.
     keep = claim_retention(trainer.copy(), critic=need_critic(config))
     try:
@@ -64,9 +75,21 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     if checkpoints.chosen is None and (unused := trainer.get("resume_from_path")):
         allowed = "null, or with trainer.resume_mode=resume_path; else the training would start from scratch"
         raise fail("trainer.resume_from_path", unused, allowed)
+    if checkpoints.chosen and need_critic(config) and not (checkpoints.chosen / "critic").is_dir():
+        key = "critic.enable" if config.critic.enable else "algorithm.adv_estimator"
+        allowed = (
+            f"one without a critic, as in {checkpoints.chosen}; trainer.resume_mode=disable starts the training over"
+        )
+        raise fail(key, OmegaConf.select(config, key), allowed)
     checkpoints.made_of = _made_of(config)
     for key in _LOADED if trainer.get("val_only") else checkpoints.made_of:
-        _compare(key, checkpoints)
+        part, _, of_optimizer = key.partition(".optim.")
+        loaded = f"{part}.checkpoint.load_contents"
+        if not of_optimizer:
+            _compare(key, checkpoints)
+        elif {"optimizer", "extra"} & {*OmegaConf.select(config, loaded)}:
+            why = f"verl trains with the checkpoint's value; {loaded}=[model] starts the optimizer anew with yours"
+            _compare(key, checkpoints, why)
     return checkpoints
 
 
@@ -108,6 +131,10 @@ def _made_of(config: DictConfig) -> dict[str, Any]:
         facts |= {key: OmegaConf.select(config, key, default=False) for key in _GROWING}
     # FSDP's shards belong to a number of trainers, on whichever nodes; Megatron's do not.
     facts[_TRAINERS] = None if config.actor_rollout_ref.actor.strategy == "megatron" else trainer_devices(config)
+    for part in ("actor_rollout_ref.actor", *(["critic"] if need_critic(config) else [])):
+        if OmegaConf.select(config, f"{part}.strategy") != "megatron":
+            optim: Any = OmegaConf.to_container(OmegaConf.select(config, f"{part}.optim"))
+            facts |= {f"{part}.optim.{name}": optim.get(name) for name in _BROUGHT_BACK}
     # The name alone: a model may be moved, or be of the hub on one machine and a copy on another.
     return facts | {MODEL: Path(str(config.actor_rollout_ref.model.path)).name}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,8 @@ from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.waits import ERROR_LOG
 
 CONFIG = "config.yaml"
-METRICS_PATH = "VERL_FILE_LOGGER_PATH"
-"""variable that names the file of verl's file logger"""
-_RECORDS = (LOG, CONFIG, ERROR_LOG)
-"""what a run that starts anew sets aside, besides checkpoints and metrics"""
+_RECORDS = (LOG, CONFIG, ERROR_LOG, METRICS)
+"""what a run that starts anew sets aside, besides checkpoints"""
 
 
 class RunFiles:
@@ -33,14 +30,11 @@ class RunFiles:
     def __init__(self, checkpoints: RunCheckpoints, *, trains: bool = True) -> None:
         self.checkpoints = checkpoints
         self.directory = checkpoints.run_dir
+        self.metrics = self.directory / METRICS
+        """the file that verl's file logger writes"""
         self.trains = trains
         self.completed_step = checkpoints.resumed_step
         """the last step whose batch is trained; a checkpoint that is saved now gets this number"""
-
-    @property
-    def metrics(self) -> Path:
-        """The file that verl's file logger writes."""
-        return Path(os.environ.get(METRICS_PATH) or self.directory / METRICS)
 
     def begin(self) -> None:
         """Record the checkpoint that the run resumes. Move aside the checkpoints and records that this start replaces.
@@ -55,12 +49,12 @@ class RunFiles:
             # The output of libraries goes there.
             self.directory.mkdir(parents=True, exist_ok=True)
             return
-        metrics, chosen, continues = self.metrics, self.checkpoints.chosen, self.checkpoints.continues
+        chosen, continues = self.checkpoints.chosen, self.checkpoints.continues
         step = self.checkpoints.resumed_step
         # Before the records are set aside.
-        lost = [at for at, _ in logged_steps(metrics) if at > step]
+        lost = [at for at, _ in logged_steps(self.metrics) if at > step]
         aside = self.checkpoints.begin()
-        records = {name: self.directory / name for name in _RECORDS} | {METRICS: metrics}
+        records = {name: self.directory / name for name in _RECORDS}
         if not continues:
             set_aside(records.values(), aside)
             if chosen is not None:
@@ -68,9 +62,9 @@ class RunFiles:
         elif aside.exists():
             # With its records, what is superseded is a run that resume_path can return to.
             _copy({record: aside / name for name, record in records.items()})
-        if metrics.exists():
-            kept = [line + b"\n" for at, line in logged_steps(metrics) if at <= step]
-            write_atomically(metrics, b"".join(kept))
+        if self.metrics.exists():
+            kept = [line + b"\n" for at, line in logged_steps(self.metrics) if at <= step]
+            write_atomically(self.metrics, b"".join(kept))
         # What a start that failed before its first step has left is nothing to return to.
         if any(aside.glob("global_step_*")):
             say(
