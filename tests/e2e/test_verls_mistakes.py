@@ -46,7 +46,6 @@ MISTAKES = {
     # how a batch is divided
     f"{FIXED} {ACTOR}.ppo_{MICRO}=3 {ROLLOUT}.log_prob_{MICRO}=4": "micro",
     # places and trackers
-    "trainer.logger=[console,wandbb]": "wandbb",
     "trainer.logger=[swanlab] trainer.project_name=my/project": "project",
     "trainer.rollout_data_dir=/proc/run": "/proc/run",
     "global_profiler.tool=nsight global_profiler.steps=[1]": "nsight",

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import ray
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from msgspec import inspect
 from msgspec.inspect import type_info
 from omegaconf import OmegaConf
@@ -23,7 +25,7 @@ from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.preflight.rule import broken, full
 from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
 from recipe.partial_rollout.preflight.user_code import check_code
-from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys
+from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys, of_hydra
 from recipe.partial_rollout.training.loss import DIVERGENCE_LOSSES
 from tests.unit.shared import check_config, settings_of
 
@@ -200,6 +202,10 @@ VERLS_MISTAKES = {
     "data.use_shm=True": "False: verl would read an old copy in /dev/shm",
     f"{LOSS}=geo_mean": "any other: verl averages this loss in each micro-batch",
     f"{ACTOR}.checkpoint.save_contents=[optimizer]": "without model",
+    f"{ACTOR}.checkpoint.load_contents=[optimizer,extra]": "without model",
+    f"{ACTOR}.checkpoint.load_contents=[model,optimiser]": "model and any of optimizer, extra, hf_model",
+    f"{GAE} critic.checkpoint.save_contents=[hf_model]": "critic.checkpoint.save_contents=['hf_model']: a list of model",
+    f"{GAE} critic.checkpoint.load_contents=[]": "critic.checkpoint.load_contents=[]: a list of model",
     f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
     f"{ROLLOUT}.tensor_model_parallel_size=2": "1 device(s) must make whole replicas; one replica takes 2",
     # a micro-batch must hold the longest sample
@@ -231,6 +237,9 @@ VERLS_MISTAKES = {
     f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=4 {ROLLOUT}.log_prob_micro_batch_size=4 "
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named
+    "trainer.logger=[file,wandbb]": "one or several of clearml, console, file, mlflow, ",
+    "trainer.logger=[file,tracking]": "trainer.logger=['file', 'tracking']: one or several of ",
+    "trainer.logger=[]": "trainer.logger=[]: one or several of ",
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",
     f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
@@ -252,6 +261,14 @@ def test_what_verl_finds_out_late_or_never_is_refused_for_both_arms(configure, o
         with pytest.raises(ConfigError) as caught:
             check_config(configure(f"{P}.enable={arm}", *overrides.split()))
         assert VERLS_MISTAKES[overrides] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_override_that_hydra_cannot_parse_is_answered_with_how_to_quote_it():
+    with pytest.raises(OverrideParseException) as caught:
+        OverridesParser.create().parse_overrides(["data.train_files=/a b (1)/train.parquet"])
+    said = str(of_hydra(caught.value))
+    assert "data.train_files=/a b (1)/train.parquet" in said and "\n" not in said
+    assert said.endswith("""; a value with spaces or signs needs quotes of its own: 'KEY="VALUE"'""")
 
 
 LISTING = [

@@ -9,12 +9,10 @@ from pathlib import Path
 from ray._common.utils import get_default_ray_temp_dir
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.tracking import Tracking
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import writable
-from recipe.partial_rollout.config.settings import (
-    OVERLONG,
-    Correction,
-)
+from recipe.partial_rollout.config.settings import OVERLONG, Correction
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
     LOSS,
@@ -206,10 +204,21 @@ TRAINING = (
         only(f"{who}.checkpoint.async_save", False, "a checkpoint counts as complete once the save returns")
         for who in ("actor", "critic")
     ),
+    *(
+        Rule(
+            f"{who}.checkpoint.{contents}",
+            lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
+            "a list of model and any of optimizer, extra, hf_model",
+            "without model a resume would start from the first weights",
+            trained,
+        )
+        for who, trained in (("actor", ()), ("critic", (need_critic,)))
+        for contents in ("save_contents", "load_contents")
+    ),
     Rule(
-        "actor.checkpoint.save_contents",
-        lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
-        "a list of model and any of optimizer, extra, hf_model: without model a resume would start from the first weights",
+        "trainer.logger",
+        lambda v, _: v and {*([v] if isinstance(v, str) else v)} <= {*Tracking.supported_backend},
+        "one or several of " + ", ".join(sorted(Tracking.supported_backend)),
     ),
 )
 LEARNING = (

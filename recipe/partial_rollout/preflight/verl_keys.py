@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import verl
+from hydra.errors import OverrideParseException
 from hydra.utils import get_class
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
@@ -230,7 +231,9 @@ def of_hydra(error: Exception) -> ConfigError:
     if found is None:
         words, argument = " ".join(str(error).split()), getattr(error, "override", "")
         # Some errors of hydra's parser do not quote the argument.
-        return ConfigError(words if argument in words else f"{argument}: {words}")
+        words = words if argument in words else f"{argument}: {words}"
+        quotes = """; a value with spaces or signs needs quotes of its own: 'KEY="VALUE"'"""
+        return ConfigError(words + quotes * isinstance(error, OverrideParseException))
     key, given = found.groups()
     ours = [f"{ROOT}.{declared.name}" for declared in declarations(PartialRolloutConfig)]
     names = ours if key.startswith(f"{ROOT}.") else [path for path, _ in leaves(_declared())]
