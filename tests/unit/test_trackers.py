@@ -5,11 +5,12 @@ import os
 import sqlite3
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from recipe.partial_rollout.config.keys import ConfigError
-from recipe.partial_rollout.training.trackers import choose_mode, open_run
+from recipe.partial_rollout.training.trackers import check_trackers, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +47,53 @@ def test_a_run_goes_to_the_cloud_with_a_key_unless_the_user_says_otherwise(monke
         (tmp_path / "account" / ".netrc").write_text(login)
     if asked:
         monkeypatch.setenv("SWANLAB_MODE", asked)
-    choose_mode(["file", "wandb"])
+    check_trackers(["file", "mlflow"])
     assert os.environ.get("SWANLAB_MODE") == asked, "another logger leaves SwanLab alone"
     if mode.startswith("SWANLAB_MODE"):
         with pytest.raises(ConfigError, match=mode):
-            choose_mode(["swanlab"])
+            check_trackers(["swanlab"])
     else:
-        choose_mode(["file", "swanlab"])
+        check_trackers(["file", "swanlab"])
         assert os.environ["SWANLAB_MODE"] == mode
+        # With a key verl would log in to the cloud, whatever the mode.
+        open_run(["file", "swanlab"], "a1")
+        assert os.environ.get("SWANLAB_API_KEY") == ("a-key" if (key, mode) == ("variable", "cloud") else None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "logged_in", "refused"),
+    [
+        ("online", None, False, r"no key is configured"),
+        ("online", None, ValueError("too short"), r"too short"),
+        ("online", None, True, None),
+        ("online", "a-key", False, None),
+        ("online", None, TypeError("an older wandb has no such argument"), None),
+        ("offline", None, False, None),
+        ("disabled", None, False, None),
+    ],
+)
+def test_wandb_without_a_login_is_refused_before_verl_would_ask(monkeypatch, mode, key, logged_in, refused):
+    """A library's stub: wandb is not installed here."""
+    ended = []
+
+    def login(**how):
+        assert how == {"prompt": False, "verify": False}
+        if isinstance(logged_in, Exception):
+            raise logged_in
+        return logged_in
+
+    settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
+    wandb = SimpleNamespace(setup=lambda: settings, login=login, teardown=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    check_trackers(["file"])
+    if refused:
+        with pytest.raises(ConfigError, match=rf"^trainer.logger=wandb: .*WANDB_MODE=offline \(.*{refused}\)$"):
+            check_trackers(["file", "wandb"])
+    else:
+        check_trackers(["file", "wandb"])
+        assert key or ended, "its settings would be as they were before the run had its id"
 
 
 def test_each_run_of_a_multirun_has_a_tracker_id_unless_the_user_has(monkeypatch):

@@ -35,7 +35,7 @@ from recipe.partial_rollout.preflight.rules import check_rules
 from recipe.partial_rollout.preflight.user_code import check_by_verl, check_code, find_tools, import_libraries
 from recipe.partial_rollout.preflight.verl_keys import check_verl_keys, resolved, write_in_full
 from recipe.partial_rollout.preflight.vllm_contract import check_vllm
-from recipe.partial_rollout.training.trackers import choose_mode
+from recipe.partial_rollout.training.trackers import check_trackers
 from recipe.partial_rollout.training.trainer_config import check_schedule, choose_attention
 from verl_ext.command import foreign_recipe
 
@@ -86,7 +86,7 @@ def checked(config: DictConfig, refuse: Refuse = _raise) -> Checked:
     settings = check_settings(config, refuse)
     _run(check_ray_address, config, "missing", refuse)
     if not _run(missing_packages, config, "missing", refuse):
-        _run(lambda config: choose_mode(config.trainer.logger), config, "setting", refuse)
+        _run(lambda config: check_trackers(config.trainer.logger), config, "setting", refuse)
     if _run(missing_inputs, config, "missing", refuse):
         return Checked(settings)
     # It builds the model from its config, so the model must be there.

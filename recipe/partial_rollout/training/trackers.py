@@ -1,4 +1,4 @@
-"""Names a run to the trackers, and has SwanLab log to the cloud or to this machine.
+"""Names a run to the trackers, and has SwanLab log to the cloud or to this machine. Refuses a tracker without a login.
 
 ``SWANLAB_MODE`` is the one variable: ``cloud`` (or ``online``), ``local``, ``offline`` (files for ``swanlab sync``) or
 ``disabled``. Where it is not set, a user with a key gets the cloud, and anybody else the local board.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from shlex import quote
 
-from recipe.partial_rollout.config.keys import fail
+from recipe.partial_rollout.config.keys import fail, refusing
 from verl_ext import swanlab_board
 
-SWANLAB = "swanlab"
+SWANLAB, WANDB = "swanlab", "wandb"
 MODE, LOG_DIR = "SWANLAB_MODE", "SWANLAB_LOG_DIR"
 CLOUD, LOCAL = ("cloud", "online"), "local"
 
@@ -34,14 +35,40 @@ def set_variable(name: str, value: str | None) -> None:
         os.environ[name] = _SET[name] = value
 
 
-def choose_mode(loggers: Iterable[str]) -> None:
+def check_trackers(loggers: Iterable[str]) -> None:
+    """Check that verl's trackers can log, which it would find out with its engines up. Choose SwanLab's mode.
+
+    Raises:
+        ConfigError: a tracker lacks a login, or SwanLab's mode is none.
+    """
+    if WANDB in loggers:
+        _check_wandb()
+    if SWANLAB in loggers:
+        _choose_mode()
+
+
+def _check_wandb() -> None:
+    if os.environ.get("WANDB_API_KEY"):
+        return
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    words = "another value, or a login: WANDB_API_KEY or `wandb login`; without one: WANDB_MODE=offline"
+    with refusing("trainer.logger", WANDB, words):
+        online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+        # An older wandb cannot answer without a prompt.
+        with suppress(TypeError):
+            if online and not wandb.login(prompt=False, verify=False):
+                raise RuntimeError("no key is configured")
+        # It reads its variables once, and the run's id is not among them yet.
+        wandb.teardown()
+
+
+def _choose_mode() -> None:
     """Set ``SWANLAB_MODE`` for verl, which reads it, unless the user has.
 
     Raises:
         ConfigError: the user's value is no mode, or asks for the cloud without a key.
     """
-    if SWANLAB not in loggers:
-        return
     chosen = os.environ.get(MODE)
     if chosen is not None and chosen not in (*CLOUD, LOCAL, "offline", "disabled"):
         raise fail(MODE, chosen, "cloud, local, offline or disabled")
@@ -68,6 +95,9 @@ def open_run(loggers: Iterable[str], run: str | None) -> None:
         set_variable(f"{tracker}_RESUME", run and "allow")
     if SWANLAB in loggers:
         swanlab_board.install()
+        if os.environ.get(MODE, CLOUD[0]) not in CLOUD:
+            # With a key verl logs in to the cloud whatever the mode, and this machine may not reach it.
+            os.environ.pop("SWANLAB_API_KEY", None)
 
 
 def addresses(loggers: Iterable[str]) -> list[str]:
@@ -78,7 +108,7 @@ def addresses(loggers: Iterable[str]) -> list[str]:
 
         where = swanlab.get_run().url if mode in CLOUD else f"swanlab watch {quote(os.environ[LOG_DIR])}"
         lines.append(f"SwanLab: {where}")
-    if "wandb" in loggers:
+    if WANDB in loggers:
         import wandb  # pyright: ignore[reportMissingImports]
 
         # Offline it has none.
