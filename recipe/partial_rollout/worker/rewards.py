@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 
 from recipe.partial_rollout.manager.policies import finite
 from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
-from verl_ext.contained import contained
+from verl_ext.contained import THREADED, contained
 
 logger = logging.getLogger(__name__)
 
@@ -204,25 +205,28 @@ class RewardWorkers:
                     self._living.remove(handle)
             # Ray may be restarting it.
             await asyncio.sleep(AGAIN_S)
-        path = self._config.reward.custom_reward_function.path
+        reward = self._config.reward
+        own = reward.reward_manager.module.path if reward.reward_manager.source == "importlib" else None
+        files = " or ".join(filter(None, (reward.custom_reward_function.path, own))) or "a scorer of verl"
         restarts = self._config.partial_rollout.failures.worker_restarts
         raise InfraError(
-            f"no reward worker of reward.num_workers is left: {path or 'a scorer of verl'} cannot be loaded, or "
-            f"each worker died more often than partial_rollout.failures.worker_restarts={restarts} allows; the first "
-            f"death: {one_line(self._died_of)}"
+            f"no reward worker of reward.num_workers is left: {files} cannot be loaded, or each worker died more often "
+            f"than partial_rollout.failures.worker_restarts={restarts} allows; the first death: {one_line(self._died_of)}"
         ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:
         """Kill the worker of a cancelled call if its reward function goes on.
 
-        A coroutine ends with the cancellation. A synchronous function goes on in its thread, and a blocked event loop
+        A coroutine ends with the cancellation. A synchronous function may go on in its thread, and a blocked event loop
         does not answer.
         """
         if handle in self._doubted:
             return
         self._doubted.append(handle)
         try:
-            stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_runs_in_threads)), _ANSWERS_WITHIN_S)
+            # The cancellation reaches the worker before the question.
+            await asyncio.sleep(AGAIN_S)
+            stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_goes_on)), _ANSWERS_WITHIN_S)
         except TimeoutError:
             stuck = True
         except RayActorError:
@@ -234,6 +238,8 @@ class RewardWorkers:
             ray.kill(handle, no_restart=False)
 
 
-def _runs_in_threads(worker: Any) -> bool:
-    """Return whether ``worker``'s reward function is synchronous: its thread goes on when the call is cancelled."""
-    return not getattr(worker.reward_manager, "is_async_reward_score", False)
+def _goes_on(worker: Any) -> bool:
+    """Return whether a cancelled call of verl's reward ``worker``, in whose process this runs, may go on."""
+    # verl's remote manager has its function run in actors, where other calls wait behind it.
+    in_actors = isinstance(worker.reward_manager, RemoteRewardManager)
+    return in_actors or any(task.done() for task in list(THREADED.values()))
