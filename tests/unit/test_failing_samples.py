@@ -19,6 +19,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import extract_reward
 
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.reward_info import objects, spread_infos
@@ -108,7 +109,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
         spread_infos(output, validate=False)
         return output
     manager._leave_out_failed(output)
-    failed = [info for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
+    failed = [error for error in output.non_tensor_batch[SAMPLE_ERROR] if error]
     assert manager.recorder.metrics == {"failures/validation_samples": len(failed)}
     return output
 
@@ -238,7 +239,8 @@ def test_too_many_failed_samples_end_the_run_by_the_users_file_and_line():
 
 def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch):
     """verl's update asserts that no two of a batch have a name; an engine takes a column for its parameter."""
-    run, names = Loop.run, ("temperature", "returns", "responses", "pad_token_id", "tool_call_counts", "uid")
+    names = "temperature", "returns", "responses", "pad_token_id", "tool_call_counts", "uid", SAMPLE_ERROR
+    run = Loop.run
 
     async def leaves(self, sampling_params, **row):
         output = await run(self, sampling_params, **row)
@@ -367,7 +369,7 @@ def test_reward_that_writes_into_its_extra_info_changes_no_other_score():
 # -- a reward model that shares its devices with the engines: the batch is scored once they sleep ----------------------
 
 
-def colocated(monkeypatch, function, batch):
+def colocated(monkeypatch, function, batch, *, parts=None):
     """``batch`` as verl's trainer goes on with it, scored by one worker with ``function``."""
 
     async def gathered(calls):
@@ -393,6 +395,25 @@ def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
     assert output.batch["rm_scores"].nonzero().tolist() == [[0, 1], [1, 0]]
     _, infos = extract_reward(output)
     assert {key: list(column) for key, column in infos.items()} == {"score": [1.0, 1.0], "acc": [0.5, 0.5]}
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_words_of_a_reward_or_a_loop_about_an_error_are_no_failure(monkeypatch, tmp_path, trainers, by_model):
+    """A judge may say what was wrong with an answer; the mark of a failed sample is ours alone."""
+    run = Loop.run
+
+    async def says(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        output.extra_fields |= {SAMPLE_ERROR: "the loop's", REWARD_INFO: {SAMPLE_ERROR: "the loop's"}}
+        return output
+
+    monkeypatch.setattr(Loop, "run", says)
+    wrong = {"score": 1.0, SAMPLE_ERROR: "wrong units"}
+    output = generated(lambda **_: wrong, rows(2, 3), validate=True, handles=None if by_model else ())
+    output = colocated(monkeypatch, lambda **_: wrong, output) if by_model else output
+    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
+    assert [value for name, value in metrics.items() if name.endswith("/reward/mean@1")] == [1.0]
+    assert written["reward_sample_error"] == ["wrong units"] * 2 and SAMPLE_ERROR not in written
+
 
 
 def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatch, tmp_path, trainers):
@@ -424,8 +445,38 @@ def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatc
 def test_reward_without_what_the_algorithm_reads_has_failed(monkeypatch, key, options, words, part):
     if not options:
         monkeypatch.setattr(ObservedAgentLoopWorker, "_filter", FilterSettings("acc"))
+    manager.config = SimpleNamespace(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": parts})
     lacks, whole = {"score": 1.0, key: part}, {"score": 1.0, key: 1.0}
     with pytest.raises(RewardError, match=words):
         generated(flaky(*[lacks] * 3, whole), rows(2), **options)
     assert generated(flaky(lacks, whole), rows(2), **options).non_tensor_batch[key].tolist() == [1.0]
     assert not generated(flaky(lacks), rows(2), validate=True, **options).batch["rm_scores"].isnan().any()
+@pytest.mark.parametrize("validate", [False, True])
+def test_colocated_model_may_give_each_sample_keys_of_its_own(monkeypatch, tmp_path, trainers, validate):
+    """verl makes columns of the first sample's keys."""
+    given = [{"score": 1.0, "returns": 2.0}, {"score": 0.0, "why": [1, 2]}, 1.0]
+    unscored = generated(None, rows(2, 2, 2), validate=validate, handles=None)
+    output = colocated(monkeypatch, lambda ground_truth, **_: given[ground_truth], unscored)
+    if validate:
+        metrics, found = validated(monkeypatch, tmp_path, trainers, output)
+        assert metrics["val-core/t/acc/mean@1"] == 1.0
+    else:
+        found = {key: list(column) for key, column in extract_reward(output)[1].items()}
+    assert found["reward_returns"] == [2.0, None, None] and found["why"] == [None, [1, 2], None]
+    assert found["acc"] == [None, None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"score": math.nan}, "reward of prompt uid0 is nan"),
+        ({"score": 1.0}, r"form \(algorithm\.gdpo_reward_keys\) in the reward of prompt uid0 is None"),
+    ],
+)
+def test_colocated_model_without_what_trains_ends_the_run_by_name(monkeypatch, given, words):
+    batch = generated(None, rows(2), handles=None)
+    batch.non_tensor_batch["uid"] = objects(["uid0"])
+    with pytest.raises(RewardError, match=words):
+        colocated(monkeypatch, lambda **_: given, batch, parts=["form"])
+
+

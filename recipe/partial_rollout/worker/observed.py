@@ -39,6 +39,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import (
+    SAMPLE_ERROR,
     FailureVerdict,
     missing,
     retry_delay_s,
@@ -54,6 +55,7 @@ from recipe.partial_rollout.worker.rewards import (
     RewardWorkers,
     check_limited,
     checked,
+    gdpo_keys,
     renamed,
     reward_of,
     reward_permits,
@@ -171,9 +173,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
         most = reward_permits(self.config)
         self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
-        algorithm = self.config.algorithm
-        self._parts = (algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
-        """keys that each reward must have beside its score: GDPO takes its advantages from them"""
+        self._parts = gdpo_keys(self.config.algorithm)
         # This manager of verl's queues the calls itself, and gives each a deadline of its own (``reward.timeout``).
         manager = self.config.reward.reward_manager
         self._limited = (manager.name, manager.source) == ("rate_limited", "register")
@@ -281,7 +281,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             # No mean of a validation counts it (``training/reward_info.py``). A colocated model scores later.
             reward_score=None if self.reward_loop_worker_handles is None else math.nan,
             metrics=AgentLoopMetrics(),
-            extra_fields={REWARD_INFO: {"sample_error": f"{text.line} ({text.where})"}},
+            extra_fields={SAMPLE_ERROR: f"{text.line} ({text.where})"},
         )
         return [empty]
 

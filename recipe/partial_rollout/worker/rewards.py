@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 
-from recipe.partial_rollout.manager.policies import finite
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR, finite
 from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
 from verl_ext.contained import THREADED, contained
 
@@ -31,12 +31,14 @@ _TRAINERS = {
     "global_token_num", "images_seqlens", "temperature", "multi_turn", "reward_extra_keys", "dummy_tensor",
     "routed_experts", "teacher_ids", "teacher_logprobs", "multi_modal_inputs", "uid", "data_source", "reward_model",
     "extra_info", "__num_turns__", "__row__", "tool_call_counts",
+    # the recipe's mark of a failed sample
+    SAMPLE_ERROR,
     # parameters of an engine, which a column would replace
     "use_dynamic_bsz", "sp_size", "force_group_size", "pad_mode", "pad_token_id", "use_remove_padding",
     "use_fused_kernels", "disable_auto_offload", "no_lora_adapter", "enable_routing_replay", "max_response_length",
     "return_model_output", "update_lr_scheduler", "record_r2_routes", "local_cp_size", "forced_max_seqlen",
 }  # fmt: skip
-"""names of verl's trainer: a column of a reward or a loop with one of them ends its update, or changes it in silence"""
+"""names that a column of a reward or a loop must not have: it would end verl's update, or change it in silence"""
 _WORKERS = {
     "raw_prompt", REWARD_INFO, "spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps",
 }  # fmt: skip
@@ -90,13 +92,13 @@ async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None 
 
 
 def renamed(fields: Mapping[Any, Any], who: Literal["reward", "loop"]) -> dict[str, Any]:
-    """Return ``fields``, which a reward or a loop gave, with text as names and ``who_`` before each name of verl's.
+    """Return ``fields``, which a reward or a loop gave, with text as names and ``who_`` before each name that is taken.
 
     >>> renamed({"acc": 1.0, "temperature": 0.7, 3: "c"}, "reward")
     {'acc': 1.0, 'reward_temperature': 0.7, '3': 'c'}
     """
-    verls = _TRAINERS | _WORKERS if who == "reward" else _TRAINERS
-    return {f"{who}_{name}" if name in verls else str(name): value for name, value in fields.items()}
+    taken = _TRAINERS | _WORKERS if who == "reward" else _TRAINERS
+    return {f"{who}_{name}" if name in taken else str(name): value for name, value in fields.items()}
 
 
 def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
@@ -118,6 +120,11 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
     return float(score)
+
+
+def gdpo_keys(algorithm: Any) -> Sequence[str]:
+    """Return the keys that each reward must have beside its score if GDPO takes its advantages from them."""
+    return (algorithm.get("gdpo_reward_keys") or ()) if algorithm["adv_estimator"] == "gdpo" else ()
 
 
 def check_limited(prompt: Any, info: Mapping[str, Any]) -> None:
