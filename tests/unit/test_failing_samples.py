@@ -60,14 +60,15 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False):
+def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, calculate_log_probs=True):
     """verl's set-up alone, from its configuration."""
     made = object.__new__(ObservedAgentLoopWorker)
     rollout = {**dict.fromkeys(("temperature", "top_p", "top_k"), 1.0), "prompt_length": P, "response_length": R}
     agent, validation = SimpleNamespace(default_agent_loop="mine"), SimpleNamespace(top_p=1.0, top_k=-1, temperature=0)
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
     made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
-    made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
+    rollout["calculate_log_probs"] = calculate_log_probs
+    made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation)
     made.tokenizer, made.tools, made.vocabulary = byte_tokenizer("", pad_token="<pad>"), [], 1000
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts
     scoring = None if handles is None else SimpleNamespace(remote=reward_worker(function).compute_score)
@@ -182,6 +183,17 @@ def test_sample_that_keeps_failing_is_left_out_or_ends_nopr(monkeypatch, what, c
     assert re.search(said, f"{type(ended.value).__name__}: {ended.value}")
 
 
+def make_loop(**parts):
+    return Loop(**parts)
+
+
+@pytest.mark.parametrize("also", [{}, {"_convert_": "none"}])
+def test_agent_loop_may_be_named_by_a_function_that_makes_it(also):
+    with patch.dict(_agent_loop_registry, made={"_target_": f"{__name__}.make_loop", **also}):
+        output = generated(flaky(), rows(2, 3, agent_name=["made"] * 2))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0]
+
+
 def test_task_of_a_loop_that_exits_ends_no_worker(monkeypatch):
     async def exits():
         raise SystemExit(3)
@@ -218,6 +230,35 @@ def test_row_that_fits_no_batch_is_left_out_or_ends_nopr(monkeypatch, words):
     assert Loop.runs == 4, "it is tried again"
     with pytest.raises(ValueError, match=said):
         generated(flaky(), rows(2, 3))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("given", [None, []])
+def test_row_without_log_probs_ends_nopr_only_if_they_were_asked_for(monkeypatch, given, asked):
+    """verl's batch breaks on such a row, or loses the log-probs of all rows."""
+
+    async def run(self, sampling_params, **row):
+        lacks = row["uid"] == "uid0" or not asked
+        return output_of([1, 2, 3], [65] * 2, response_logprobs=given if lacks else [-0.5] * 2)
+
+    monkeypatch.setattr(Loop, "run", run)
+    how = {"chunks": 2, "calculate_log_probs": asked}
+    words = r"prompt uid0 returned 2 tokens without log-probs \(.*rollout\.calculate_log_probs=True\)"
+    with pytest.raises(ValueError, match=words) if asked else contextlib.nullcontext():
+        assert "rollout_log_probs" not in generated(flaky(), rows(2, 3), **how).batch
+    assert not generated(flaky(), rows(2, 3), validate=True, **how).batch["rm_scores"].isnan().any()
+
+
+@pytest.mark.parametrize("given", [None, [], [0.0, 0.0]])
+def test_row_that_trains_nothing_needs_no_log_probs(monkeypatch, given):
+    run = Loop.run
+
+    async def masks(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        return output_of([1, 2, 3], [65] * 2, [0, 0], response_logprobs=given) if row["uid"] == "uid0" else output
+
+    monkeypatch.setattr(Loop, "run", masks)
+    assert generated(flaky(), rows(2, 3), chunks=2).batch["rollout_log_probs"].sum(-1).tolist() == [0.0, -1.5]
 
 
 @pytest.mark.parametrize("validate", [False, True])
@@ -355,6 +396,25 @@ def test_validation_averages_numbers_over_batches_with_different_keys(monkeypatc
     assert "prompt uid3" in written["sample_error"][3]
 
 
+@pytest.mark.parametrize("by_model", [False, True])
+def test_words_of_a_reward_or_a_loop_about_an_error_are_no_failure(monkeypatch, tmp_path, trainers, by_model):
+    """A judge may say what was wrong with an answer; the mark of a failed sample is ours alone."""
+    run = Loop.run
+
+    async def says(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        output.extra_fields |= {SAMPLE_ERROR: "the loop's", REWARD_INFO: {SAMPLE_ERROR: "the loop's"}}
+        return output
+
+    monkeypatch.setattr(Loop, "run", says)
+    wrong = {"score": 1.0, SAMPLE_ERROR: "wrong units"}
+    output = generated(lambda **_: wrong, rows(2, 3), validate=True, handles=None if by_model else ())
+    output = colocated(monkeypatch, lambda **_: wrong, output) if by_model else output
+    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
+    assert [value for name, value in metrics.items() if name.endswith("/reward/mean@1")] == [1.0]
+    assert written["reward_sample_error"] == ["wrong units"] * 2 and SAMPLE_ERROR not in written
+
+
 def test_reward_that_writes_into_its_extra_info_changes_no_other_score():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         extra_info["seen"] = seen = extra_info.get("seen", 0) + 1
@@ -385,6 +445,7 @@ def colocated(monkeypatch, function, batch, *, parts=None):
     handle = SimpleNamespace(compute_score_batch=SimpleNamespace(remote=compute_score_batch))
     manager.reward_loop_workers, manager.reward_manager_cls = [handle], NaiveRewardManager
     manager.reward_model_manager = None
+    manager.config = SimpleNamespace(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": parts})
     return batch.union(trainer._compute_reward_colocate(batch))
 
 
@@ -396,24 +457,34 @@ def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
     _, infos = extract_reward(output)
     assert {key: list(column) for key, column in infos.items()} == {"score": [1.0, 1.0], "acc": [0.5, 0.5]}
 
-@pytest.mark.parametrize("by_model", [False, True])
-def test_words_of_a_reward_or_a_loop_about_an_error_are_no_failure(monkeypatch, tmp_path, trainers, by_model):
-    """A judge may say what was wrong with an answer; the mark of a failed sample is ours alone."""
-    run = Loop.run
 
-    async def says(self, sampling_params, **row):
-        output = await run(self, sampling_params, **row)
-        output.extra_fields |= {SAMPLE_ERROR: "the loop's", REWARD_INFO: {SAMPLE_ERROR: "the loop's"}}
-        return output
+@pytest.mark.parametrize("validate", [False, True])
+def test_colocated_model_may_give_each_sample_keys_of_its_own(monkeypatch, tmp_path, trainers, validate):
+    """verl makes columns of the first sample's keys."""
+    given = [{"score": 1.0, "returns": 2.0}, {"score": 0.0, "why": [1, 2]}, 1.0]
+    unscored = generated(None, rows(2, 2, 2), validate=validate, handles=None)
+    output = colocated(monkeypatch, lambda ground_truth, **_: given[ground_truth], unscored)
+    if validate:
+        metrics, found = validated(monkeypatch, tmp_path, trainers, output)
+        assert metrics["val-core/t/acc/mean@1"] == 1.0
+    else:
+        found = {key: list(column) for key, column in extract_reward(output)[1].items()}
+    assert found["reward_returns"] == [2.0, None, None] and found["why"] == [None, [1, 2], None]
+    assert found["acc"] == [None, None, 1.0]
 
-    monkeypatch.setattr(Loop, "run", says)
-    wrong = {"score": 1.0, SAMPLE_ERROR: "wrong units"}
-    output = generated(lambda **_: wrong, rows(2, 3), validate=True, handles=None if by_model else ())
-    output = colocated(monkeypatch, lambda **_: wrong, output) if by_model else output
-    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
-    assert [value for name, value in metrics.items() if name.endswith("/reward/mean@1")] == [1.0]
-    assert written["reward_sample_error"] == ["wrong units"] * 2 and SAMPLE_ERROR not in written
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"score": math.nan}, "reward of prompt uid0 is nan"),
+        ({"score": 1.0}, r"form \(algorithm\.gdpo_reward_keys\) in the reward of prompt uid0 is None"),
+    ],
+)
+def test_colocated_model_without_what_trains_ends_the_run_by_name(monkeypatch, given, words):
+    batch = generated(None, rows(2), handles=None)
+    batch.non_tensor_batch["uid"] = objects(["uid0"])
+    with pytest.raises(RewardError, match=words):
+        colocated(monkeypatch, lambda **_: given, batch, parts=["form"])
 
 
 def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatch, tmp_path, trainers):
@@ -445,38 +516,8 @@ def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatc
 def test_reward_without_what_the_algorithm_reads_has_failed(monkeypatch, key, options, words, part):
     if not options:
         monkeypatch.setattr(ObservedAgentLoopWorker, "_filter", FilterSettings("acc"))
-    manager.config = SimpleNamespace(algorithm={"adv_estimator": "gdpo", "gdpo_reward_keys": parts})
     lacks, whole = {"score": 1.0, key: part}, {"score": 1.0, key: 1.0}
     with pytest.raises(RewardError, match=words):
         generated(flaky(*[lacks] * 3, whole), rows(2), **options)
     assert generated(flaky(lacks, whole), rows(2), **options).non_tensor_batch[key].tolist() == [1.0]
     assert not generated(flaky(lacks), rows(2), validate=True, **options).batch["rm_scores"].isnan().any()
-@pytest.mark.parametrize("validate", [False, True])
-def test_colocated_model_may_give_each_sample_keys_of_its_own(monkeypatch, tmp_path, trainers, validate):
-    """verl makes columns of the first sample's keys."""
-    given = [{"score": 1.0, "returns": 2.0}, {"score": 0.0, "why": [1, 2]}, 1.0]
-    unscored = generated(None, rows(2, 2, 2), validate=validate, handles=None)
-    output = colocated(monkeypatch, lambda ground_truth, **_: given[ground_truth], unscored)
-    if validate:
-        metrics, found = validated(monkeypatch, tmp_path, trainers, output)
-        assert metrics["val-core/t/acc/mean@1"] == 1.0
-    else:
-        found = {key: list(column) for key, column in extract_reward(output)[1].items()}
-    assert found["reward_returns"] == [2.0, None, None] and found["why"] == [None, [1, 2], None]
-    assert found["acc"] == [None, None, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"score": math.nan}, "reward of prompt uid0 is nan"),
-        ({"score": 1.0}, r"form \(algorithm\.gdpo_reward_keys\) in the reward of prompt uid0 is None"),
-    ],
-)
-def test_colocated_model_without_what_trains_ends_the_run_by_name(monkeypatch, given, words):
-    batch = generated(None, rows(2), handles=None)
-    batch.non_tensor_batch["uid"] = objects(["uid0"])
-    with pytest.raises(RewardError, match=words):
-        colocated(monkeypatch, lambda **_: given, batch, parts=["form"])
-
-
