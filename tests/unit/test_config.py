@@ -37,7 +37,7 @@ SEPARATE, TP = f"{P}.placement=separate", f"{ROLLOUT}.tensor_model_parallel_size
 SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
 MODEL_RM = f"{P}.reward_in_worker=False reward.reward_model"
 V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
-MODEL = "actor_rollout_ref.model"
+MODEL, MANAGER, GDPO = "actor_rollout_ref.model", "reward.reward_manager", "algorithm.adv_estimator=gdpo"
 BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
 
 
@@ -223,6 +223,9 @@ VERLS_MISTAKES = {
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    GDPO: "gdpo_reward_keys=None: a list of keys of the reward, such as [format,accuracy] if algorithm.adv_estimator=gdpo",
+    f"{GDPO} +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of keys",
+    f"{GDPO} +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "null, or a number for each",
     f"{GAE} critic.optim.clip_grad=0.0": "critic.optim.clip_grad=0.0: a number above 0",
     f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
         f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
@@ -235,6 +238,9 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",
     f"{ROLLOUT}.multi_turn.format=qwen": "format=qwen: one of ",
     "reward.reward_manager.name=mine": "one of dapo, gdpo, naive",
+    f"{MANAGER}.source=file": f"{MANAGER}.source=file: one of importlib, register",
+    f"{MANAGER}.source=importlib {MANAGER}.name=Own": f"{MANAGER}.module.path=None: a file with the class Own",
+    f"{MANAGER}.source=importlib {MANAGER}.name=Own {MANAGER}.module.path=/nowhere.py": f"{MANAGER}.module.path=/nowhere",
     "reward.custom_reward_function.path=/nowhere.py": "a file with the function compute_score",
     "actor_rollout_ref.model.external_lib=no.such": "a module that can be imported",
     "trainer.default_local_dir=/proc/run": "a local directory that this user can write",
@@ -333,6 +339,7 @@ def test_devices_that_share_a_model_share_its_batch_and_its_longest_sample(confi
     [
         "reward.custom_reward_function.path={}.py",
         f"{ROLLOUT}.multi_turn.function_tool_path={{}}.py",
+        f"{MANAGER}.module.path={{}}.py {MANAGER}.source=importlib",
         f"{ROLLOUT}.agent.agent_loop_config_path={{}}.yaml",
         "actor_rollout_ref.model.external_lib=exits",
         f"{P}.scheduling.policy=exits.order",
@@ -362,6 +369,53 @@ def test_reward_beside_a_reward_model_must_take_its_address_and_tokenizer(config
             words = "reward_router_address, reward_model_tokenizer" if enable else "a function that takes data_source"
             with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
                 assert list(check_code(config, settings)) == []
+
+
+GIVEN = "data_source, solution_str, ground_truth, extra_info"
+JUDGES = {
+    f"class compute_score:\n    def __init__(self, {GIVEN}): ...": "verl would take the object that it makes for the score",
+    "class Judge:\n    async def __call__(self, **_): ...\ncompute_score = Judge()": "verl would not await its __call__",
+    "class Judge:\n    def __call__(self, **_): ...\ncompute_score = Judge()": None,
+    "import functools\nasync def judge(weight, **_): ...\ncompute_score = functools.partial(judge, 1.0)": None,
+}
+"""files with a reward function, and the word of their refusal"""
+
+
+@pytest.mark.parametrize("code", JUDGES)
+def test_reward_whose_answers_verl_would_not_wait_for_is_refused(configure, tmp_path, code):
+    (tmp_path / "judge.py").write_text(code)
+    config, words = configure(f"reward.custom_reward_function.path={tmp_path}/judge.py"), JUDGES[code]
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        assert list(check_code(config, settings_of())) == []
+
+
+MANAGERS = {
+    "class Own(NaiveRewardManager): ...": None,
+    "class Other: ...": r"reward_manager\.module\.path=.*a file with the class Own \(reward\.reward_manager\.name\)",
+    "class Own:\n    def __init__(self, tokenizer, num_examine): ...": r"reward_manager\.name=Own: .*compute_score",
+    "class Own:\n    def __init__(self, **_): ...": r"reward_manager\.name=Own: .*run_single",
+    "class Own(RewardManagerBase):\n    def __init__(self, **_): ...": r"reward_manager\.name=Own: .*run_single",
+}
+"""files with a reward manager, and the words of their refusal"""
+
+
+@pytest.mark.parametrize("code", MANAGERS)
+def test_reward_manager_of_ones_own_is_loaded_before_ray_starts(configure, tmp_path, code):
+    start = "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+    start += "from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager\n"
+    (tmp_path / "own.py").write_text(start + code)
+    own = f"{MANAGER}.source=importlib", f"{MANAGER}.name=Own", f"{MANAGER}.module.path={tmp_path}/own.py"
+    with pytest.raises(ConfigError, match=MANAGERS[code]) if MANAGERS[code] else contextlib.nullcontext():
+        assert list(check_code(configure(*own), settings_of())) == []
+
+
+@pytest.mark.parametrize(("target", "accepted"), [("json.loads", True), ("json.decoder", False), ("math.pi", False)])
+def test_agent_loop_may_be_anything_that_hydra_can_call(configure, tmp_path, target, accepted):
+    (tmp_path / "loops.yaml").write_text(f"- name: mine\n  _target_: {target}\n")
+    config = configure(f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml")
+    words = "a YAML list of agent loops, each with its name and the _target_ of a class or function"
+    with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
+        assert list(check_code(config, settings_of())) == []
 
 
 def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):

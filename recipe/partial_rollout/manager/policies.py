@@ -18,6 +18,8 @@ from recipe.partial_rollout.manager.types import SampleOutput, Segment
 
 RETRY_AFTER_S = 1.0
 """seconds before a sample's first retry; doubles with each further one"""
+SAMPLE_ERROR = "sample_error"
+"""extra field of a failed sample: its error. A user's field or key of this name is renamed (``rewards.renamed``)"""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -61,7 +63,7 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
         reward_extra_info={},
         num_turns=0,
         metrics={},
-        extra_fields={"sample_error": error},
+        extra_fields={SAMPLE_ERROR: error},
         masked=True,
     )
 

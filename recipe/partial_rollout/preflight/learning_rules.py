@@ -239,15 +239,6 @@ LEARNING = (
     # algorithm and loss
     one_of("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY),
     *where("algorithm.adv_estimator=gae", one_of("critic.enable", (True, None), "gae needs the values of a critic")),
-    *where(
-        "algorithm.adv_estimator=gdpo",
-        # verl ignores weights beyond the number of keys.
-        Rule(
-            "algorithm.gdpo_reward_weights",
-            lambda v, c: v is None or len(v) == len(c.algorithm.gdpo_reward_keys),
-            lambda c: f"null, or a number for each of algorithm.gdpo_reward_keys={c.algorithm.gdpo_reward_keys}",
-        ),
-    ),
     Rule(
         "rollout.n",
         lambda v, c: v >= 2 or not compares_siblings(c),
@@ -296,6 +287,20 @@ LEARNING = (
                 (f"{part}.loss_agg_mode=seq-mean-token-sum-norm",),
             )
             for part in ("actor", "critic")
+        ),
+    ),
+    *where(
+        "algorithm.adv_estimator=gdpo",
+        Rule(
+            "algorithm.gdpo_reward_keys",
+            lambda v, _: v and not isinstance(v, str),
+            "a list of keys of the reward, such as [format,accuracy]",
+        ),
+        # verl ignores weights beyond the number of keys.
+        Rule(
+            "algorithm.gdpo_reward_weights",
+            lambda v, c: v is None or len(v) == len(c.algorithm.gdpo_reward_keys),
+            lambda c: f"null, or a number for each of algorithm.gdpo_reward_keys={c.algorithm.gdpo_reward_keys}",
         ),
     ),
     *where(
