@@ -23,6 +23,7 @@ from recipe.partial_rollout.config.settings import (
     PartialRolloutConfig,
     TrustRegion,
     engine_devices,
+    lora_rank,
     trainer_devices,
     verls_own,
     whole,
@@ -301,7 +302,7 @@ _PARTIAL_ROLLOUT = (
         ),
         Rule(
             "model.lora.merge",
-            lambda v, c: v or not (at(c, "model.lora_rank") or at(c, "model.lora.rank")),
+            lambda v, c: v or not lora_rank(c),
             "True",
             "the transfer takes whole weights, no adapters",
         ),
