@@ -211,7 +211,7 @@ VERLS_MISTAKES = {
     f"{MODEL}.lora.rank=8": f"verl's default, 0, because fsdp2 does not read it: set {MODEL}.lora_rank",
     f"{MODEL}.lora.rank=8 {MODEL}.lora.merge=True {ACTOR}.strategy=fsdp": f"0, because fsdp does not read it: set {MODEL}",
     f"{MODEL}.lora_rank=8 {MODEL}.lora.alpha=64": f"default, 32, because fsdp2 does not read it: set {MODEL}.lora_alpha",
-    f"{MODEL}.lora_rank=8 {MODEL}.lora.dropout=0.1": "0.0, because fsdp2 does not read it: it has no dropout for LoRA",
+    f"{MODEL}.lora_rank=8 {MODEL}.lora.dropout=0.1": "0.0, because fsdp2 does not read it: its adapters are plain LoRA",
     f"{MODEL}.lora_adapter_path=/adapter": "lora_rank=0: at least 1 with actor_rollout_ref.model.lora_adapter_path",
     f"engine=megatron {MODEL}.lora_rank=8": f"default, 0, because megatron does not read it: set {MODEL}.lora.rank",
     f"{GAE} critic.model.lora.rank=8": "default, 0, because fsdp2 does not read it: set critic.model.lora_rank",

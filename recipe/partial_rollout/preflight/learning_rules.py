@@ -70,8 +70,12 @@ def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
         *where(
             lambda c: at(c, strategy) != "megatron",
             *(unread(f"{model}.lora.{name}", strategy, f"set {full(model)}.{fsdp}") for fsdp, name in _LORA.items()),
-            unread(f"{model}.lora.dropout", strategy, "it has no dropout for LoRA"),
-            unread(f"{model}.lora.type", strategy, "its adapters are plain LoRA"),
+            *(
+                unread(f"{model}.lora.{name}", strategy, "its adapters are plain LoRA")
+                for name in default_of(full(f"{model}.lora"))
+                if name not in ("merge", *_LORA.values())
+            ),
+            unread(f"{model}.mtp.enable_train", strategy, "it trains no layers that predict several tokens"),
             Rule(
                 f"{model}.lora_rank",
                 lambda v, c: at(c, adapter) is None or v >= 1,
