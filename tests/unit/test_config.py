@@ -38,7 +38,8 @@ SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
 MODEL_RM = f"{P}.reward_in_worker=False reward.reward_model"
 V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
 MODEL = "actor_rollout_ref.model"
-BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+BACKEND, VLLM = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm"
+RS = f"{CORRECTION}.rollout_rs"
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ MISTAKES = {
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence if",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null if partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
-    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
+    f"+{VLLM}.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated if partial_rollout.enable=False",
     f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: must be False if {P}.resume_kv=keep and",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
@@ -149,9 +150,12 @@ MISTAKES = {
     f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "none is no region with",
     f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
     f"{LOSS}=dppo_tv {P}.trust_region=mask": f"_bounds=None: [low, high], such as [0.2,0.2] if {P}.trust_region=mask and",
-    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"must be null if {P}.enable=True: set {ROLLOUT}.logp",
-    f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
-    f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
+    f"+{VLLM}.logprobs_mode=raw_logprobs": f"must be null if {P}.enable=True: set {ROLLOUT}.logp",
+    f"{P}.resume_kv=keep +{VLLM}.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
+    f"{P}.resume_kv=keep +{VLLM}.no-enable-prefix-caching=True": f"set {ROLLOUT}.enable_prefix_caching",
+    f"+{VLLM}.tensor-parallel-size=2": f"must be null if {P}.enable=True: set {ROLLOUT}.tensor_model_parallel_size",
+    f"+{VLLM}.speculative-config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
+    f"+{VLLM}.logits_processors=[a.b:C]": "null if",
     f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
@@ -260,9 +264,9 @@ LISTING = [
 ]
 """rules that list the values of one key"""
 UNDECLARED = (
-    *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class", DRAFTS),
+    *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class"),
     f"{ACTOR}.megatron.router_replay.mode",
-    *(f"{ROLLOUT}.engine_kwargs.vllm.logits{sign}processors" for sign in "_-"),
+    *(f"{VLLM}.{name}" for sign in "_-" for name in (f"logits{sign}processors", f"speculative{sign}config")),
 )
 """keys that verl reads without declaring them for FSDP"""
 

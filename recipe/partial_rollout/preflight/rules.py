@@ -63,8 +63,13 @@ _BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _VLLM = "rollout.engine_kwargs.vllm"
-_DRAFTS = f"{_VLLM}.speculative_config"
-_OF_ROLLOUT = {field.name for field in fields(RolloutConfig)}
+_DRAFTS = f"{_VLLM}.speculative_config", f"{_VLLM}.speculative-config"
+_OF_ROLLOUT = {field.name: field.name for field in fields(RolloutConfig)} | {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "enable_expert_parallel": "expert_parallel_size",
+}
+"""by vLLM's name of an argument, the key of ``rollout`` from which verl sets it"""
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
@@ -90,7 +95,10 @@ _ENGINES = (
             ),
         ),
     ),
-    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's draft proposers change the sampled tokens on a CPU")),
+    *where(
+        "trainer.device=cpu",
+        *(only(key, None, "vLLM's draft proposers change the sampled tokens on a CPU") for key in _DRAFTS),
+    ),
     # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
@@ -348,8 +356,8 @@ WARNINGS = (
 def _engine_keys(config: DictConfig) -> Iterator[Rule]:
     """A rule for each of vLLM's arguments that overrides a key of ``rollout``, which other rules and the recipe read."""
     for name in at(config, _VLLM) or {}:
-        key = str(name).replace("-", "_")
-        if key in _OF_ROLLOUT:
+        # vLLM takes --no-enable-prefix-caching for a False.
+        if key := _OF_ROLLOUT.get(str(name).replace("-", "_").removeprefix("no_")):
             yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, "must be null", f"set {full(f'rollout.{key}')}")
 
 
