@@ -39,7 +39,6 @@ MISTAKES = {
     GDPO: "gdpo_reward_keys",
     f"{GDPO} {KEYS}=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "gdpo",
     "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
-    "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
     # rewards
     "algorithm=dapo reward.reward_kwargs.overlong_buffer_cfg.len=2000": "overlong_buffer",
     f"{MANAGER}.source=importlib {MANAGER}.name=Own {MANAGER}.module.path=/nowhere.py": "/nowhere.py",

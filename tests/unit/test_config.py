@@ -65,8 +65,9 @@ def test_quickstart_config_passes_with_whatever_only_verl_reads(configure):
     nopr = f"{P}.enable=False"
     alone = f"algorithm=reinforce_plus_plus {ROLLOUT}.n=1"
     undeclared = "+data.cache_dir=/tmp +data.filter_prompts=False +data.difficulty=3 +mine.x=1"
-    handed_on = f"+{ROLLOUT}.custom.x=1 +{ROLLOUT}.engine_kwargs.vllm.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
-    for overrides in (*thresholds, alone, undeclared, handed_on, f"{nopr} {ROLLOUT}.name=sglang"):
+    handed_on = f"+{ROLLOUT}.custom.x=1 +{VLLM}.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
+    rejects = f"{RS}='token_k1,seq_mean_k3' {RS}_threshold='0.5_2.0,0.1'"
+    for overrides in (*thresholds, alone, undeclared, handed_on, rejects, f"{nopr} {ROLLOUT}.name=sglang"):
         check_settings(configure(*overrides.split()))
     for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", nopr):
         check_config(configure(arm, "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
@@ -117,7 +118,7 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     f"data.train_files={__file__}/": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
-    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
+    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer of at least 0, if data.shuffle and max",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",
     "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
@@ -125,7 +126,7 @@ MISTAKES = {
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
+    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
@@ -227,6 +228,14 @@ VERLS_MISTAKES = {
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    "data.val_max_samples=null": "data.val_max_samples=None: an integer",
+    "data.seed=-1 data.val_max_samples=8": "data.seed=-1: an integer of at least 0, if data.shuffle",
+    f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5": "threshold=0.5: at least 1, or lower_upper",
+    f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=False": "calculate_log_probs=False: must be True",
+    f"{RS}=token_k1 {RS}_threshold=2.0 {ROLLOUT}.calculate_log_probs=False": "calculate_log_probs=False: must be True",
+    f"{RS}=token_k1": "rollout_rs_threshold=None: a number above 0; for a criterion of k1 at least 1, or lower_upper",
+    f"{RS}=token_k1 {RS}_threshold=0.5_2": "rollout_rs_threshold=0.52: a number above 0; for a criterion of k1",
+    f"{RS}=token_k9 {RS}_threshold=2.0": "rollout_rs=token_k9: null, or any of seq_max_k2",
     f"{GAE} critic.optim.clip_grad=0.0": "critic.optim.clip_grad=0.0: a number above 0",
     f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
         f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"

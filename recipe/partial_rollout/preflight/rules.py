@@ -43,7 +43,6 @@ from recipe.partial_rollout.preflight.rule import (
     broken,
     divisible,
     full,
-    keeps_on_policy_tokens,
     one_of,
     only,
     replica_devices,
@@ -259,7 +258,6 @@ _PARTIAL_ROLLOUT = (
             )
             for name in ("logits_processors", "logits-processors")
         ),
-        one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
         *where(
             lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,
             one_of(
@@ -267,13 +265,6 @@ _PARTIAL_ROLLOUT = (
                 (None, WeightGranularity.GEOMETRIC, WeightGranularity.SEQUENCE),
                 "the loss has one ratio for each sequence",
             ),
-        ),
-        Rule(
-            f"{CORRECTION}.rollout_is_threshold",
-            lambda v, _: keeps_on_policy_tokens(v),
-            # hydra reads 0.5_5 as the number 0.55.
-            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0'",
-            "one number caps the weights; of two, which must have 1 between them, tokens outside are masked",
         ),
     ),
     # where the engines run

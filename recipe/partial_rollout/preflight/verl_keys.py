@@ -75,6 +75,8 @@ VALUES: dict[str, Any] = {
     "data.val_batch_size": FromOne | None,
     "data.max_prompt_length": FromOne,
     "data.max_response_length": FromOne,
+    "data.train_max_samples": int,
+    "data.val_max_samples": int,
     "data.dataloader_num_workers": Whole | None,
     "data.seed": int | None,
     "algorithm.gamma": _Share,
