@@ -35,7 +35,6 @@ MISTAKES = {
     f"{ACTOR}.loss_agg_mode=token-means": "token-means",
     f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl9": "NotImplementedError",
     "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
-    "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
     # rewards
     "algorithm=dapo reward.reward_kwargs.overlong_buffer_cfg.len=2000": "overlong_buffer",
     # how a batch is divided

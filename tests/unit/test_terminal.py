@@ -250,13 +250,18 @@ def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(log_of, tmp_pa
 
 @pytest.mark.parametrize(
     ("enable", "strategy", "lora", "backend"),
-    [(True, "megatron", 0, "megatron"), (False, "fsdp2", 0, "fsdp"), (True, "fsdp2", 8, None)],
+    [
+        (True, "megatron", {}, "megatron"),
+        (False, "fsdp2", {}, "fsdp"),
+        (True, "fsdp2", {"lora_rank": 8}, None),
+        (True, "megatron", {"lora": {"rank": 8}}, None),
+    ],
 )
 def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, strategy, lora, backend):
     """Of LoRA's adapters verl's merger makes the base model."""
     run_dir = tmp_path / "my run"
     (run_dir / "global_step_3" / "actor").mkdir(parents=True)
-    parts = {"actor": {"strategy": strategy}, "model": {"lora_rank": lora}}
+    parts = {"actor": {"strategy": strategy}, "model": lora}
     config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
     tools = "python -m recipe.partial_rollout.tools"
     paths = f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
@@ -264,7 +269,7 @@ def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, en
         f"finished after step 3: the run is in {run_dir}. Next:",
         f"{tools} report '{run_dir}'",
         *[f"{tools} audit '{run_dir}'"] * enable,
-        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (lora == 0),
+        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (not lora),
     ]
 
 

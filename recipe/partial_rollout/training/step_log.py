@@ -16,7 +16,7 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, lora_rank
 from recipe.partial_rollout.records.metrics import HELD_OUT, KL, length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.terminal import bars, say
@@ -194,7 +194,7 @@ def last_lines(config: DictConfig, step: int) -> str:
         f"{tools} audit {quote(str(run_dir))}": config.partial_rollout.enable,
         f"{merge} --local_dir {quote(str(weights))} --target_dir {quote(str(run_dir / 'model'))}": weights.is_dir()
         # Of adapters it makes the base model.
-        and not config.actor_rollout_ref.model.get("lora_rank"),
+        and not lora_rank(config),
     }
     next_ones = [command for command, applies in commands.items() if applies]
     return "\n  ".join([f"finished after step {step}: the run is in {run_dir}. Next:", *next_ones])
