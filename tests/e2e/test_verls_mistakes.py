@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 WITHIN_S = 180.0
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8"
+MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8 actor_rollout_ref.rollout.load_format=safetensors"
 FIXED = f"{ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False"
 MISTAKES = {
     # the engine

@@ -228,6 +228,7 @@ VERLS_MISTAKES = {
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    f"{MODEL}.lora_rank=8": "rollout.load_format=dummy: safetensors, or auto, with LoRA adapters",
     GDPO: "gdpo_reward_keys=None: a list of keys of the reward, such as [format,accuracy] if algorithm.adv_estimator=gdpo",
     f"{GDPO} +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of keys",
     f"{GDPO} +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "null, or a number for each",

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import RoundProgress
 from recipe.partial_rollout.rollout import guard
 from recipe.partial_rollout.training import step_log
-from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
+from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog, mismatch
 from recipe.partial_rollout.waits import wait
 
 ROOT = Path(__file__).parents[2]
@@ -305,3 +306,11 @@ WELL = [0.0002] * 8
 def test_drift_is_told_when_it_sets_in(values, warned_at):
     drift = PolicyDrift()
     assert [step for step, kl in enumerate(values, 1) if drift.observe({KL: kl}, step)] == warned_at
+
+
+def test_a_model_that_engine_and_trainer_compute_differently_is_warned_of_once():
+    warned = [mismatch({KL: kl}, step) for step, kl in ((1, 0.03), (1, 0.2), (2, 0.2), (1, math.nan))] + [
+        mismatch({}, 1)
+    ]
+    assert [warning is not None for warning in warned] == [False, True, False, False, False]
+    assert "k3_kl 0.2)" in warned[1] and "override_config" in warned[1]

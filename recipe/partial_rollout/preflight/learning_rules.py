@@ -16,6 +16,7 @@ from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
+    lora_rank,
 )
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
@@ -153,6 +154,15 @@ TRAINING = (
     ),
     # what is trained
     *_lora("model", "actor.strategy"),
+    *where(
+        lambda c: lora_rank(c) and not at(c, "model.lora.merge"),
+        Rule(
+            "rollout.load_format",
+            lambda v, _: "dummy" not in v,
+            "safetensors, or auto, with LoRA adapters",
+            "an engine gets the base model from its files, and the adapters alone from the trainer",
+        ),
+    ),
     *where(need_critic, *_lora("critic.model", "critic.strategy")),
     # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
