@@ -7,6 +7,7 @@ StopIteration, so whoever awaits a thread that raised it waits for ever.
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +16,8 @@ _THREADS = 2**20
 """most threads of a pool, which starts them on demand: a carried sample may keep a thread over rounds, and a call that
 hangs keeps one for ever"""
 _EXITS = (SystemExit, KeyboardInterrupt)
+THREADED: dict[Future[Any], asyncio.Task[Any]] = {}
+"""calls that run in this process's ``Threads``, each with the task that made it; one may outlive its task"""
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
@@ -46,7 +49,13 @@ class Threads(ThreadPoolExecutor):
                     raise
                 raise _ordinary(error) from error
 
-        return super().submit(call)
+        future = super().submit(call)
+        # Without an event loop there is no task.
+        with suppress(RuntimeError):
+            if task := asyncio.current_task():
+                THREADED[future] = task
+                future.add_done_callback(THREADED.pop)
+        return future
 
 
 def _ordinary(error: BaseException) -> RuntimeError:

@@ -2,6 +2,8 @@
 
 - ``compute_score_disrm``, which asks a classifier in a pool of its own, leaves out ``reward_extra_info``, which verl's
   agent-loop workers read from every answer. Here the answer has it, empty.
+- ``compute_rm_score``, which scores a batch, makes columns of the keys of the first answer's ``reward_extra_info``, and
+  breaks on an answer that lacks one. Here it makes one column, ``reward_extra_info``, of the dictionaries.
 - Ray restarts a worker that dies, ``partial_rollout.failures.worker_restarts`` times. One whose function never returns
   can be ended (``ray.kill(..., no_restart=False)``).
 - Synchronous reward functions run in threads of Python's default pool, which has four more threads than there are
@@ -23,6 +25,8 @@ from omegaconf import OmegaConf
 
 from verl_ext.contained import contain
 from verl_ext.guard import around, replaced
+
+_INFO = "reward_extra_info"
 
 
 class _Compressed:
@@ -46,18 +50,22 @@ def _decompressed(packed: bytes) -> Any:
 
 
 def patch(module: Any) -> None:
-    """Give each answer of ``compute_score_disrm`` a ``reward_extra_info``, and have Ray restart a worker that dies.
+    """Give all answers of verl's workers the same fields, and have Ray restart a worker that dies.
 
     For restarts, ``RewardLoopManager`` starts its workers with ``max_restarts`` and a compressed config.
     """
     worker = module.RewardLoopWorker
-    ask_classifier = worker.compute_score_disrm
+    ask_classifier, score_batch = worker.compute_score_disrm, worker.compute_score_batch
 
     async def compute_score_disrm(self: Any, data: Any) -> dict:
-        return {"reward_extra_info": {}, **await ask_classifier(self, data)}
+        return {_INFO: {}, **await ask_classifier(self, data)}
+
+    async def compute_score_batch(self: Any, data: Any) -> list[dict]:
+        answers = await score_batch(self, data)
+        return [{**each, _INFO: {_INFO: each.get(_INFO, {})}} for each in answers]
 
     # Not by ``around``: Ray looks for coroutine functions, which a decorated one is not.
-    worker.compute_score_disrm = compute_score_disrm
+    worker.compute_score_disrm, worker.compute_score_batch = compute_score_disrm, compute_score_batch
 
     @around(module.RewardLoopManager, "_init_reward_loop_workers")
     def start_restartable(verls: Any, self: Any) -> None:

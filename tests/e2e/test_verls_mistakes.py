@@ -12,10 +12,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 WITHIN_S = 180.0
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8"
+MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8 actor_rollout_ref.rollout.load_format=safetensors"
 FIXED = f"{ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False"
-MANAGER = "reward.reward_manager"
-GDPO, KEYS = "algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys"
 MISTAKES = {
     # the engine
     "+ray_kwargs.ray_init.num_cpu=4": "num_cpu",
@@ -36,13 +34,9 @@ MISTAKES = {
     # the algorithm
     f"{ACTOR}.loss_agg_mode=token-means": "token-means",
     f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl9": "NotImplementedError",
-    GDPO: "gdpo_reward_keys",
-    f"{GDPO} {KEYS}=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "gdpo",
     "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
-    "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
     # rewards
     "algorithm=dapo reward.reward_kwargs.overlong_buffer_cfg.len=2000": "overlong_buffer",
-    f"{MANAGER}.source=importlib {MANAGER}.name=Own {MANAGER}.module.path=/nowhere.py": "/nowhere.py",
     # how a batch is divided
     f"{FIXED} {ACTOR}.ppo_{MICRO}=3 {ROLLOUT}.log_prob_{MICRO}=4": "micro",
     # places and trackers

@@ -1,4 +1,4 @@
-"""Samples that are too long, or whose reward fails: on verl's own path (noPR, validation), and with a colocated model."""
+"""Samples that are too long, or whose loop or reward fails, on verl's own path (noPR and validation)."""
 
 import asyncio
 import contextlib
@@ -7,22 +7,19 @@ import re
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, reward_loop
+from verl.experimental.reward_loop import RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.protocol import DataProto
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import extract_reward
 
 from recipe.partial_rollout.config.settings import FailureLimits, FilterSettings
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR
 from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.reward_info import objects, spread_infos
-from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer, TrainerRun
 from recipe.partial_rollout.waits import InfraError
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError
@@ -59,7 +56,7 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False):
+def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, corrects=True):
     """verl's set-up alone, from its configuration."""
     made = object.__new__(ObservedAgentLoopWorker)
     rollout = {**dict.fromkeys(("temperature", "top_p", "top_k"), 1.0), "prompt_length": P, "response_length": R}
@@ -67,6 +64,8 @@ def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False):
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
     made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
     made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
+    correction = SimpleNamespace(rollout_is="token" if corrects else None, rollout_rs=None)
+    made.config.algorithm = SimpleNamespace(rollout_correction=correction)
     made.tokenizer, made.tools, made.vocabulary = byte_tokenizer("", pad_token="<pad>"), [], 1000
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts
     scoring = None if handles is None else SimpleNamespace(remote=reward_worker(function).compute_score)
@@ -108,7 +107,7 @@ def generated(function, batch, *, validate=False, most=1.0, chunks=1, **options)
         spread_infos(output, validate=False)
         return output
     manager._leave_out_failed(output)
-    failed = [info for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
+    failed = [error for error in output.non_tensor_batch[SAMPLE_ERROR] if error]
     assert manager.recorder.metrics == {"failures/validation_samples": len(failed)}
     return output
 
@@ -181,6 +180,17 @@ def test_sample_that_keeps_failing_is_left_out_or_ends_nopr(monkeypatch, what, c
     assert re.search(said, f"{type(ended.value).__name__}: {ended.value}")
 
 
+def make_loop(**parts):
+    return Loop(**parts)
+
+
+@pytest.mark.parametrize("also", [{}, {"_convert_": "none"}])
+def test_agent_loop_may_be_named_by_a_function_that_makes_it(also):
+    with patch.dict(_agent_loop_registry, made={"_target_": f"{__name__}.make_loop", **also}):
+        output = generated(flaky(), rows(2, 3, agent_name=["made"] * 2))
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 1.0]
+
+
 def test_task_of_a_loop_that_exits_ends_no_worker(monkeypatch):
     async def exits():
         raise SystemExit(3)
@@ -219,6 +229,35 @@ def test_row_that_fits_no_batch_is_left_out_or_ends_nopr(monkeypatch, words):
         generated(flaky(), rows(2, 3))
 
 
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("given", [None, []])
+def test_row_without_log_probs_ends_nopr_only_if_a_correction_reads_them(monkeypatch, given, corrects):
+    """verl's batch breaks on such a row, or loses the log-probs of all rows, and with them the correction."""
+
+    async def run(self, sampling_params, **row):
+        lacks = row["uid"] == "uid0" or not corrects
+        return output_of([1, 2, 3], [65] * 2, response_logprobs=given if lacks else [-0.5] * 2)
+
+    monkeypatch.setattr(Loop, "run", run)
+    how = {"chunks": 2, "corrects": corrects}
+    words = r"prompt uid0 returned 2 tokens without the log-probs that algorithm.rollout_correction reads"
+    with pytest.raises(ValueError, match=words) if corrects else contextlib.nullcontext():
+        assert "rollout_log_probs" not in generated(flaky(), rows(2, 3), **how).batch
+    assert not generated(flaky(), rows(2, 3), validate=True, **how).batch["rm_scores"].isnan().any()
+
+
+@pytest.mark.parametrize("given", [None, [], [0.0, 0.0]])
+def test_row_that_trains_nothing_needs_no_log_probs(monkeypatch, given):
+    run = Loop.run
+
+    async def masks(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        return output_of([1, 2, 3], [65] * 2, [0, 0], response_logprobs=given) if row["uid"] == "uid0" else output
+
+    monkeypatch.setattr(Loop, "run", masks)
+    assert generated(flaky(), rows(2, 3), chunks=2).batch["rollout_log_probs"].sum(-1).tolist() == [0.0, -1.5]
+
+
 @pytest.mark.parametrize("validate", [False, True])
 def test_dead_replica_ends_the_run(monkeypatch, validate):
     monkeypatch.setitem(FAILURES, "dead", (InfraError("vLLM replica r0 failed on request 7"), ""))
@@ -238,7 +277,8 @@ def test_too_many_failed_samples_end_the_run_by_the_users_file_and_line():
 
 def test_field_of_a_reward_or_a_loop_may_have_a_name_of_the_trainers(monkeypatch):
     """verl's update asserts that no two of a batch have a name; an engine takes a column for its parameter."""
-    run, names = Loop.run, ("temperature", "returns", "responses", "pad_token_id", "tool_call_counts", "uid")
+    names = "temperature", "returns", "responses", "pad_token_id", "tool_call_counts", "uid", SAMPLE_ERROR
+    run = Loop.run
 
     async def leaves(self, sampling_params, **row):
         output = await run(self, sampling_params, **row)
@@ -294,119 +334,6 @@ def test_workers_whose_samples_have_different_fields_make_one_batch(monkeypatch,
     assert ("rollout_log_probs" in output.batch) == (not validate)
     found = output.non_tensor_batch.get("env", objects([None, None])).tolist()
     assert found == [3 if uid == odd and change != "failure" else None for uid in ("uid0", "uid1")]
-
-
-@pytest.fixture(params=["legacy", "v1"])
-def trainers(request):
-    """The recipe's class of a trainer and verl's."""
-    if request.param == "legacy":
-        return PartialRolloutRayPPOTrainer, RayPPOTrainer
-    pytest.importorskip("transfer_queue")
-    from verl.trainer.ppo.v1 import PPOTrainerSync
-
-    from recipe.partial_rollout.training.v1.trainer import PartialRolloutPPOTrainer
-
-    return PartialRolloutPPOTrainer, PPOTrainerSync
-
-
-def validated(monkeypatch, tmp_path, trainers, *batches):
-    """verl's validation over ``batches`` of generated samples; returns its metrics and what it wrote."""
-    kind, verls = trainers
-    trainer, outputs, written = object.__new__(kind), iter(batches), []
-    rollout = {"val_kwargs": SimpleNamespace(n=1, do_sample=False), "agent": SimpleNamespace(num_workers=1)}
-    logs = SimpleNamespace(log_val_generations=0, get=lambda key, default=None: str(tmp_path))
-    parts = SimpleNamespace(rollout=SimpleNamespace(**rollout))
-    trainer.config = SimpleNamespace(actor_rollout_ref=parts, trainer=logs)
-    uids = [each.non_tensor_batch.get("uid", np.arange(len(each)) + id(each)) for each in batches]
-    trainer.val_dataloader = [{"dummy": torch.zeros(len(each), 1), "uid": each} for each in uids]
-    trainer.tokenizer = byte_tokenizer("", pad_token="<pad>", eos_token="<eos>")
-    trainer.async_rollout_manager = SimpleNamespace(generate_sequences=lambda prompts: next(outputs))
-    trainer.use_rm, trainer.global_steps, trainer.proximal = False, 1, SimpleNamespace(from_update=False)
-    monkeypatch.setattr(verls, "_dump_generations", lambda self, *args: written.append(args[4]))
-    return super(TrainerRun, trainer)._validate(), written[0]
-
-
-def mixed(data_source, solution_str, ground_truth, extra_info):
-    return [
-        {"score": 1.0, "depth": 3, "pred": 12},
-        {"score": 0.0, "depth": None, "pred": "none"},
-        {"score": 1.0, "steps": [1, 2]},
-        math.nan,
-    ][ground_truth]
-
-
-def test_workers_whose_samples_have_different_keys_make_one_batch():
-    output = generated(mixed, rows(2, 2, 2), chunks=3)
-    assert output.meta_info["reward_extra_keys"] == ["score", "depth", "pred", "steps"]
-    assert output.non_tensor_batch["depth"].tolist() == [3, None, None]
-    assert output.non_tensor_batch["steps"].tolist() == [None, None, [1, 2]]
-
-
-def test_validation_averages_numbers_over_batches_with_different_keys(monkeypatch, tmp_path, trainers):
-    whole = rows(2, 2, 2, 2)
-    batches = [generated(mixed, whole[i : i + 2], validate=True) for i in (0, 2)]
-    metrics, written = validated(monkeypatch, tmp_path, trainers, *batches)
-    assert metrics["val-core/unknown/reward/mean@1"] == pytest.approx(2 / 3), "without the one that has no score"
-    assert metrics["val-aux/unknown/depth/mean@1"] == 3.0
-    assert not [name for name in metrics if "pred" in name or "steps" in name]
-    assert written["pred"] == [12, "none", None, None] and written["steps"] == [None, None, [1, 2], None]
-    assert "prompt uid3" in written["sample_error"][3]
-
-
-def test_reward_that_writes_into_its_extra_info_changes_no_other_score():
-    def compute_score(data_source, solution_str, ground_truth, extra_info):
-        extra_info["seen"] = seen = extra_info.get("seen", 0) + 1
-        extra_info["list"].append(1)
-        return float(seen == 1 and len(extra_info["list"]) == 1)
-
-    shared = {"list": []}
-    output = generated(compute_score, rows(2, 2, 2, extra_info=[shared] * 3))
-    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0] * 3 and shared == {"list": []}
-
-
-# -- a reward model that shares its devices with the engines: the batch is scored once they sleep ----------------------
-
-
-def colocated(monkeypatch, function, batch):
-    """``batch`` as verl's trainer goes on with it, scored by one worker with ``function``."""
-
-    async def gathered(calls):
-        return await asyncio.gather(*calls)
-
-    async def compute_score_batch(data):
-        return await reward_worker(function).compute_score_batch(data)
-
-    monkeypatch.setattr(reward_loop.ray, "get", lambda calls: asyncio.run(gathered(calls)))
-    trainer = object.__new__(PartialRolloutRayPPOTrainer)
-    trainer.settings = SimpleNamespace(deadlines=SimpleNamespace(reward_s=5.0))
-    trainer.reward_loop_manager = manager = object.__new__(RewardLoopManager)
-    handle = SimpleNamespace(compute_score_batch=SimpleNamespace(remote=compute_score_batch))
-    manager.reward_loop_workers, manager.reward_manager_cls = [handle], NaiveRewardManager
-    manager.reward_model_manager = None
-    return batch.union(trainer._compute_reward_colocate(batch))
-
-
-def test_colocated_model_scores_a_batch_on_its_generated_tokens(monkeypatch):
-    batch = generated(None, rows(2, 3), handles=None)
-    batch.batch["response_mask"][1, 1:] = 0
-    output = colocated(monkeypatch, lambda **_: {"score": 1.0, "acc": 0.5}, batch)
-    assert output.batch["rm_scores"].nonzero().tolist() == [[0, 1], [1, 0]]
-    _, infos = extract_reward(output)
-    assert {key: list(column) for key, column in infos.items()} == {"score": [1.0, 1.0], "acc": [0.5, 0.5]}
-
-
-def test_validation_with_a_colocated_model_leaves_out_a_failed_sample(monkeypatch, tmp_path, trainers):
-    """One sample is too long for its batch, and the only one of its worker."""
-
-    def by_truth(data_source, solution_str, ground_truth, extra_info):
-        return {"score": float(ground_truth == 1), "depth": 3}
-
-    unscored = generated(None, rows(R + 1, 2, 2), validate=True, chunks=3, handles=None)
-    assert "rm_scores" not in unscored.batch
-    output = colocated(monkeypatch, by_truth, unscored)
-    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
-    assert metrics["val-core/t/reward/mean@1"] == 0.5
-    assert "a response of 9 tokens" in written["sample_error"][0]
 
 
 # -- what else is read of a reward -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import os
 import threading
@@ -16,6 +17,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 from verl.protocol import DataProto
 
 from recipe.partial_rollout.waits import InfraError
@@ -86,8 +89,8 @@ async def test_reward_call_that_queues_for_a_place_has_no_clock_running(monkeypa
 
 
 def manager_of(name, function, **reward):
-    """verl's reward manager of this name, around the user's ``function``."""
-    kind = get_reward_manager_cls(name)
+    """The reward manager of this class, or verl's of this name, around the user's ``function``."""
+    kind = name if isinstance(name, type) else get_reward_manager_cls(name)
     # Its limits are the class's: those of the first one that is made.
     kind._class_initialized = False
     config = OmegaConf.create({"reward": {"max_concurrent": 64, **reward}, "trainer": {"experiment_name": "a"}})
@@ -112,6 +115,36 @@ async def test_synchronous_judge_has_a_thread_for_every_call(name):
     manager = manager_of(name, judge)
     scored = await asyncio.gather(*[reward_of(manager.run_single(one_row()), i, 30.0) for i in range(60)])
     assert [checked(each["reward_score"], "p", each["reward_extra_info"]) for each in scored] == [1.0] * 60
+
+
+class Own(RewardManagerBase):
+    """The user's. It does not say whether its function is a coroutine."""
+
+    async def run_single(self, data):
+        judge = self.compute_score
+        return await asyncio.gather(judge() if inspect.iscoroutinefunction(judge) else asyncio.to_thread(judge))
+
+
+@pytest.mark.parametrize("kind", ["naive", "dapo", Own])
+@pytest.mark.parametrize("synchronous", [True, False])
+async def test_reward_worker_is_stuck_while_a_thread_outlives_its_call(kind, synchronous):
+    release = threading.Event()
+    manager = manager_of(kind, (lambda **_: release.wait(20)) if synchronous else late)
+    worker = SimpleNamespace(reward_manager=manager)
+    in_time, too_late = [asyncio.ensure_future(manager.run_single(one_row())) for _ in range(2)]
+    try:
+        await asyncio.sleep(0.05)
+        assert not rewards._goes_on(worker)
+        too_late.cancel()
+        await asyncio.wait([too_late])
+        assert rewards._goes_on(worker) == synchronous
+    finally:
+        release.set()
+        in_time.cancel()
+    await asyncio.sleep(0.05)
+    assert not rewards._goes_on(worker)
+    worker.reward_manager = object.__new__(RemoteRewardManager)
+    assert rewards._goes_on(worker), "its function runs in an actor"
 
 
 def raises(error):
@@ -220,10 +253,10 @@ def reward_worker(*errors, away=()):
     )
 
 
-def workers_of(monkeypatch, *handles):
+def workers_of(monkeypatch, *handles, overrides=()):
     """What verl calls in place of ``handles``."""
     monkeypatch.setattr(rewards, "AGAIN_S", 0.001)
-    (workers,) = worker_of(monkeypatch, handles=list(handles)).reward_loop_worker_handles
+    (workers,) = worker_of(monkeypatch, *overrides, handles=list(handles)).reward_loop_worker_handles
     return workers
 
 
@@ -244,6 +277,20 @@ async def test_reward_calls_go_to_the_workers_that_live_until_there_is_none(monk
     living.__ray_ready__.remote.side_effect = DIED
     with pytest.raises(InfraError, match=r"reward\.num_workers is left: my_reward\.py .*worker_restarts=3 allows"):
         await score(workers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], r"my_reward\.py cannot be loaded"),
+        (["module.path=own.py"], r"my_reward\.py cannot be loaded"),
+        (["module.path=own.py", "source=importlib"], r"my_reward\.py or own\.py cannot be loaded"),
+    ],
+)
+async def test_dead_reward_workers_are_told_with_the_files_that_they_load(monkeypatch, overrides, said):
+    given = [f"reward.reward_manager.{each}" for each in overrides]
+    with pytest.raises(InfraError, match=said):
+        await score(workers_of(monkeypatch, reward_worker(away=[DIED]), overrides=given))
 
 
 async def test_call_whose_reward_worker_dies_is_made_once_more(monkeypatch):

@@ -70,7 +70,7 @@ verl.utils.tokenizer.tokenizer <- rows pictures
 verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop <- agent_loop
     has: run
 verl.experimental.reward_loop.reward_loop:RewardLoopWorker <- observed rewards reward_workers
-    has: compute_score compute_score_disrm reward_manager
+    has: compute_score compute_score_batch compute_score_disrm reward_manager
 verl.experimental.reward_loop.reward_loop:RewardLoopManager <- reward_workers reward_info
     has: reward_loop_workers_class _init_reward_loop_workers reward_loop_workers compute_rm_score config
 verl.workers.rollout.llm_server:LLMServerClient <- observed llm_client

@@ -18,6 +18,8 @@ from recipe.partial_rollout.manager.types import SampleOutput, Segment
 
 RETRY_AFTER_S = 1.0
 """seconds before a sample's first retry; doubles with each further one"""
+SAMPLE_ERROR = "sample_error"
+"""extra field of a failed sample: its error. A user's field or key of this name is renamed (``rewards.renamed``)"""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -61,7 +63,7 @@ def masked_output(segments: Sequence[Segment], error: str | None) -> SampleOutpu
         reward_extra_info={},
         num_turns=0,
         metrics={},
-        extra_fields={"sample_error": error},
+        extra_fields={SAMPLE_ERROR: error},
         masked=True,
     )
 
@@ -75,8 +77,8 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value``, a result of ``plain``, can be averaged: a bool, an int or a float."""
-    return isinstance(value, bool | int | float)
+    """Whether ``value``, a result of ``plain``, can be averaged: a bool, a float, or an int that numpy holds."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def finite(value: Any) -> float | None:
@@ -86,7 +88,7 @@ def finite(value: Any) -> float | None:
     [1.0, 0.5, None, None, None, None, None]
     """
     value = plain(value)
-    return float(value) if is_number(value) and abs(value) <= _LARGEST else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
 
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from hydra.utils import get_class
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs, resolve_config_path
@@ -39,6 +39,8 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """what verl's reward managers give a reward function, by name"""
 _MODEL, _MODEL_ARGUMENTS = "reward.reward_model.enable", ("reward_router_address", "reward_model_tokenizer")
 """what they give it besides, where there is a reward model"""
+_MANAGERS_ARGUMENTS = ("config", "tokenizer", "compute_score", *_MODEL_ARGUMENTS)
+"""what verl's reward workers give a reward manager, by name"""
 
 
 def check_by_verl(config: DictConfig) -> None:
@@ -91,10 +93,13 @@ def check_code(config: DictConfig, settings: PartialRolloutConfig) -> Iterator[C
     order_of(settings.scheduling, settings.batch_groups)
     _check_loss(config, settings)
     _check_reward(config)
+    if at(config, f"{_MANAGER}.source") == "importlib":
+        _check_manager(config)
     # A loop's file and a tool's, which are loaded by now, may register others.
     named = (
         one_of("rollout.agent.default_agent_loop", agent_loops(config)),
         one_of("rollout.multi_turn.format", ToolParser._registry),
+        one_of(f"{_MANAGER}.source", ("register", "importlib")),
         *where(f"{_MANAGER}.source=register", one_of(f"{_MANAGER}.name", REWARD_MANAGER)),
     )
     return broken(named, config)
@@ -153,6 +158,22 @@ def _check_reward(config: DictConfig) -> None:
         # Raises TypeError if a call as verl's managers make it would not fit.
         with refusing(f"{_REWARD}.name", given.get("name"), f"a function that takes {', '.join(arguments)}"):
             inspect.signature(function).bind(**dict.fromkeys(arguments) | dict(given.get("reward_kwargs") or {}))
+            if inspect.isclass(function):
+                raise TypeError("it is a class, and verl would take the object that it makes for the score")
+            if inspect.iscoroutinefunction(type(function).__call__):
+                raise TypeError("it is an object, and verl would not await its __call__")
+
+
+def _check_manager(config: DictConfig) -> None:
+    """Refuse a reward manager of the user's that does not load, or that verl's workers cannot make or call."""
+    name = at(config, f"{_MANAGER}.name")
+    words = f"a file with the class {name} ({_MANAGER}.name)"
+    made: Any = _load(config, f"{_MANAGER}.module.path", words, lambda: resolve_reward_manager_cls(config))
+    words = f"a class that takes {', '.join(_MANAGERS_ARGUMENTS)}, with a coroutine run_single(data)"
+    with refusing(f"{_MANAGER}.name", name, words):
+        inspect.signature(made).bind(**dict.fromkeys(_MANAGERS_ARGUMENTS))
+        if inspect.isabstract(made) or not hasattr(made, "run_single"):
+            raise TypeError("it has no run_single")
 
 
 def agent_loops(config: DictConfig) -> set[str]:
@@ -161,9 +182,14 @@ def agent_loops(config: DictConfig) -> set[str]:
     Raises:
         ConfigError: the file that names them, or one of them, does not load.
     """
-    path = at(config, _LOOPS)
-    with refusing(full(_LOOPS), path, "a YAML list of agent loops, each with its name and a _target_ that loads"):
+    path, words = (
+        at(config, _LOOPS),
+        "a YAML list of agent loops, each with its name and the _target_ of a class or function",
+    )
+    with refusing(full(_LOOPS), path, words):
         listed: Any = OmegaConf.load(resolve_config_path(path)) if path else []
-        named = {str(loop["name"]): get_class(loop["_target_"]) for loop in listed}
+        named = {str(loop["name"]): get_object(loop["_target_"]) for loop in listed}
+        if others := [name for name, made in named.items() if not callable(made)]:
+            raise TypeError(f"the _target_ of {others[0]} is neither")
     # Their modules may have registered others.
     return {*named, *_agent_loop_registry}

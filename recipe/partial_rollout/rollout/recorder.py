@@ -11,6 +11,7 @@ import numpy as np
 
 from recipe.partial_rollout.config import releases
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR
 from recipe.partial_rollout.manager.types import ReadyBatch, RolloutFailedError, StepSummary, TakenGroup
 from recipe.partial_rollout.records.metrics import bubble_fraction, bubble_of_ended, spread
 from recipe.partial_rollout.records.run_log import (
@@ -56,7 +57,7 @@ class StepBatch:
                 f"the data ran out with {len(self.ready.groups)} groups ready; a batch needs {size}"
             )
         outputs = [output for group in self.ready.groups for output in group.outputs]
-        errors = [output.extra_fields["sample_error"] for output in outputs if output.masked]
+        errors = [output.extra_fields[SAMPLE_ERROR] for output in outputs if output.masked]
         report_failed(errors, len(outputs), max_masked_fraction)
 
 

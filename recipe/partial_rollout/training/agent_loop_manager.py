@@ -45,6 +45,7 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.ray_utils import auto_await
 
 from recipe.partial_rollout.checkpoint.row_images import opened_row
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR
 from recipe.partial_rollout.manager.types import SampleOutput, TakenGroup
 from recipe.partial_rollout.records.run_log import EngineCall, Phase, RolloutPhase, Round, TrainedGroup, prompt_identity
 from recipe.partial_rollout.rollout.driver import on_this_node
@@ -60,7 +61,6 @@ from recipe.partial_rollout.worker.llm_client import PartialRolloutLLMClient
 from recipe.partial_rollout.worker.loop_rows import ROW
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker, ObservedLLMClient
 from recipe.partial_rollout.worker.pictures import Pictures
-from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 _LIST_FIELDS = ("turn_scores", "tool_rewards")
 _SCORED_BY = ("data_source", "reward_model", "extra_info")
@@ -156,7 +156,7 @@ class ObservedAgentLoopManager(AgentLoopManager):
         # A colocated reward model scores this batch later, and must know that it is a validation's.
         output.meta_info["validate"] = True
         spread_infos(output, validate=True)
-        errors = [info["sample_error"] for info in output.non_tensor_batch[REWARD_INFO] if "sample_error" in info]
+        errors = [error for error in output.non_tensor_batch[SAMPLE_ERROR] if error]
         report_failed(errors, len(output), self.recorder.settings.failures.max_masked_fraction, validate=True)
         metrics, failed = self.recorder.metrics, "failures/validation_samples"
         metrics[failed] = metrics.get(failed, 0) + len(errors)

@@ -8,6 +8,7 @@ or of a whole validation, are known.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -17,10 +18,13 @@ import numpy as np
 import torch
 from verl.protocol import DataProto
 
-from recipe.partial_rollout.manager.policies import is_number, plain
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR, is_number, plain
 from recipe.partial_rollout.waits import in_thread, wait
 from recipe.partial_rollout.worker.loop_rows import LOOP_FIELDS
-from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError, renamed
+from recipe.partial_rollout.worker.rewards import REWARD_INFO, checked, gdpo_keys, renamed
+
+_VALIDATED = [REWARD_INFO, SAMPLE_ERROR]
+"""columns that verl's validation collects"""
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
@@ -72,10 +76,13 @@ def spread_infos(batch: DataProto, *, validate: bool) -> None:
     """
     fields = batch.non_tensor_batch.pop(LOOP_FIELDS)
     names = dict.fromkeys(name for each in fields for name in each)
+    if validate:
+        # verl collects it from every batch, whether or not a sample of it failed.
+        names[SAMPLE_ERROR] = None
     columns = info_columns(list(batch.non_tensor_batch[REWARD_INFO]))
     batch.non_tensor_batch |= {name: objects([each.get(name) for each in fields]) for name in names} | columns
     if "rm_scores" in batch.batch.keys():  # noqa: SIM118
-        batch.meta_info["reward_extra_keys"] = [REWARD_INFO] if validate else list(columns)
+        batch.meta_info["reward_extra_keys"] = _VALIDATED if validate else list(columns)
         if not validate:
             batch.batch["rm_scores"] = on_generated_tokens(batch.batch["rm_scores"], batch.batch["response_mask"])
 
@@ -88,33 +95,48 @@ def colocated_scores(manager: Any, batch: DataProto, reward_s: float) -> DataPro
         reward_s: ``partial_rollout.deadlines.reward_s``; each of verl's reward workers may take it for each of its samples.
 
     Raises:
-        RewardError: a score is no finite number.
+        RewardError: a score is no finite number, or lacks one that the training needs.
         TimeoutError: the scores are late.
     """
     deadline_s = reward_s * math.ceil(len(batch) / len(manager.reward_loop_workers))
     # verl blocks its thread until the last score is there, so a deadline needs another one.
     scoring = in_thread(partial(manager.compute_rm_score, batch))
     scored = asyncio.run(wait(scoring, deadline_s, "the scores of the colocated reward model", "reward_s"))
-    scores = scored.batch["rm_scores"]
-    if not scores.isfinite().all():
-        raise RewardError("the colocated reward model returned a score that is nan or infinite")
-    if not batch.meta_info.get("validate"):
+    scores, infos = scored.batch["rm_scores"], scored.non_tensor_batch[REWARD_INFO]
+    validate, columns = batch.meta_info.get("validate"), batch.non_tensor_batch
+    parts, trained = gdpo_keys(manager.config.algorithm), batch.batch["response_mask"].any(dim=1)
+    for i, (score, info) in enumerate(zip(scores.sum(dim=1).tolist(), infos, strict=True)):
+        checked(score, columns["uid"][i], info, parts if trained[i] and not validate else ())
+    if not validate:
+        found = info_columns(infos)
         scored.batch["rm_scores"] = on_generated_tokens(scores, batch.batch["response_mask"])
-        return scored
-    infos = [
-        {**info, **{key: column[i] for key, column in scored.non_tensor_batch.items()}}
-        for i, info in enumerate(batch.non_tensor_batch[REWARD_INFO])
-    ]
-    batch.non_tensor_batch[REWARD_INFO] = objects(infos)
+        return DataProto(scored.batch, found, {"reward_extra_keys": list(found)})
+    columns[REWARD_INFO] = objects([{**own, **info} for own, info in zip(columns[REWARD_INFO], infos, strict=True)])
     # No mean counts a sample that failed in its rollout.
-    scores[torch.tensor(["sample_error" in info for info in infos])] = math.nan
-    return DataProto(scored.batch, {}, {"reward_extra_keys": [REWARD_INFO]})
+    scores[torch.tensor([error is not None for error in columns[SAMPLE_ERROR]])] = math.nan
+    return DataProto(scored.batch, {}, {"reward_extra_keys": _VALIDATED})
 
 
 def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Split the list of reward dictionaries in verl's validation ``infos`` into a list for each key. Other lists stay."""
-    rest = {key: values for key, values in infos.items() if key != REWARD_INFO}
+    """Split the list of reward dictionaries in verl's validation ``infos`` into a list for each key.
+
+    Other lists stay, but for that of the failed samples' errors if none failed.
+    """
+    rest = {key: values for key, values in infos.items() if key != REWARD_INFO and (key != SAMPLE_ERROR or any(values))}
     return {**{key: column.tolist() for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
+
+
+def writable(value: Any) -> Any:
+    """Return ``value``, or its ``ascii`` where verl cannot write it: a lone surrogate has no UTF-8, a tuple is no key.
+
+    >>> writable({"a": [1]}), writable({(1, 2): 3})
+    ({'a': [1]}, '{(1, 2): 3}')
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except (TypeError, ValueError, RecursionError):
+        return ascii(value)
+    return value
 
 
 def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:

@@ -41,7 +41,7 @@ def rows_of(returned: Any, *, several: bool) -> list[AgentLoopOutput]:
     return returned
 
 
-def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any) -> str | None:
+def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any, *, needs_log_probs: bool = False) -> str | None:
     """Describe what keeps ``output``, a row of an agent loop, out of a batch; None: nothing.
 
     verl would train some of it in silence: it pads a mask that is too short with the id of the padding token, which
@@ -50,6 +50,8 @@ def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any) -> str | None
     Args:
         vocabulary: number of token ids that the model knows.
         rollout: verl's section, which has the limits of prompts and responses.
+        needs_log_probs: whether a row that trains tokens must have log-probs, because ``rollout_correction`` reads them.
+            Where one row lacks them, verl breaks, or trains the whole batch without the correction.
     """
     prompt, response, log_probs = len(output.prompt_ids), len(output.response_ids), output.response_logprobs
     if prompt > rollout.prompt_length:
@@ -64,6 +66,8 @@ def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any) -> str | None
     if len(output.response_mask) != response:
         return f"{response} tokens with a mask of {len(output.response_mask)}"
     # An empty list says that there are none, as in verl's own loops.
+    if not log_probs and needs_log_probs and any(output.response_mask):
+        return f"{response} tokens without the log-probs that algorithm.rollout_correction reads"
     if log_probs and len(log_probs) != response:
         return f"{response} tokens with {len(log_probs)} log-probs"
     if log_probs and np.isnan(np.asarray(log_probs, dtype=np.float32)).any():

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_object, instantiate
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -39,6 +39,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.policies import (
+    SAMPLE_ERROR,
     FailureVerdict,
     missing,
     retry_delay_s,
@@ -54,6 +55,7 @@ from recipe.partial_rollout.worker.rewards import (
     RewardWorkers,
     check_limited,
     checked,
+    gdpo_keys,
     renamed,
     reward_of,
     reward_permits,
@@ -171,9 +173,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [RewardWorkers(self.reward_loop_worker_handles, self.config)]  # type: ignore[assignment]
         most = reward_permits(self.config)
         self._rewards = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
-        algorithm = self.config.algorithm
-        self._parts = (algorithm.get("gdpo_reward_keys") or ()) if algorithm.adv_estimator == "gdpo" else ()
-        """keys that each reward must have beside its score: GDPO takes its advantages from them"""
+        self._parts = gdpo_keys(self.config.algorithm)
         # This manager of verl's queues the calls itself, and gives each a deadline of its own (``reward.timeout``).
         manager = self.config.reward.reward_manager
         self._limited = (manager.name, manager.source) == ("rate_limited", "register")
@@ -200,7 +200,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Run a sample as verl's worker does, but retry an agent loop or a reward that fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
-        run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs)
+        correction = self.config.algorithm.rollout_correction
+        needs = not trajectory["validate"] and bool(correction.rollout_is or correction.rollout_rs)
+        run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs, needs_log_probs=needs)
         with rollout_trace_attr(
             step=trajectory["step"],
             sample_index=trajectory["sample_index"],
@@ -217,20 +219,31 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
     def _maker(self, agent_name: str) -> Callable[..., Any]:
         """Return the factory of agent loop ``agent_name``.
 
-        If the registry's entry has only ``_target_``, the factory is the class itself: hydra's ``instantiate`` would
+        If the registry's entry has only ``_target_``, the factory is what it names: hydra's ``instantiate`` would
         process the whole configuration for each sample.
         """
         registered = _agent_loop_registry.get(agent_name)
         if registered is None:
             raise ValueError(f"agent loop {agent_name!r} is not registered; known: {', '.join(_agent_loop_registry)}")
         return (
-            get_class(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
+            get_object(registered["_target_"]) if set(registered) == {"_target_"} else partial(instantiate, registered)
         )
 
     async def _run_loop(
-        self, make: Callable[..., Any], params: dict[str, Any], row: dict[str, Any], client: Any, tools: list[Any]
+        self,
+        make: Callable[..., Any],
+        params: dict[str, Any],
+        row: dict[str, Any],
+        client: Any,
+        tools: list[Any],
+        *,
+        needs_log_probs: bool = False,
     ) -> list[AgentLoopOutput]:
-        """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``; returns its rows."""
+        """Run the agent loop that ``make`` makes, which generates with ``client`` and calls ``tools``; returns its rows.
+
+        Args:
+            needs_log_probs: whether a row that trains tokens must have log-probs. PR's are the engine's own.
+        """
         agent_loop = make(
             trainer_config=DictConfigWrap(config=self.config),
             server_manager=client,
@@ -244,11 +257,11 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         returned = await contained(agent_loop.run(dict(params), **row))
         rows = rows_of(returned, several=self.config.trainer.use_v1)
         for each in rows:
-            if what := misfit(each, self.vocabulary, self.rollout_config):
+            if what := misfit(each, self.vocabulary, self.rollout_config, needs_log_probs=needs_log_probs):
                 raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {what}")
-            if len(each.response_ids) and not each.response_logprobs:
-                # verl would pad an empty list with zeros, which are log-probs.
-                each.response_logprobs = None
+            if not each.response_logprobs:
+                # verl would pad an empty list with zeros, which are log-probs; a row that trains nothing may have them.
+                each.response_logprobs = [0.0] * len(each.response_ids) if needs_log_probs else None
         return rows
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:
@@ -281,7 +294,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             # No mean of a validation counts it (``training/reward_info.py``). A colocated model scores later.
             reward_score=None if self.reward_loop_worker_handles is None else math.nan,
             metrics=AgentLoopMetrics(),
-            extra_fields={REWARD_INFO: {"sample_error": f"{text.line} ({text.where})"}},
+            extra_fields={SAMPLE_ERROR: f"{text.line} ({text.where})"},
         )
         return [empty]
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
 
-from recipe.partial_rollout.manager.policies import finite
+from recipe.partial_rollout.manager.policies import SAMPLE_ERROR, finite
 from recipe.partial_rollout.waits import AGAIN_S, InfraError, is_cancelled, means_death, one_line, result_of
-from verl_ext.contained import contained
+from verl_ext.contained import THREADED, contained
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ _TRAINERS = {
     "global_token_num", "images_seqlens", "temperature", "multi_turn", "reward_extra_keys", "dummy_tensor",
     "routed_experts", "teacher_ids", "teacher_logprobs", "multi_modal_inputs", "uid", "data_source", "reward_model",
     "extra_info", "__num_turns__", "__row__", "tool_call_counts",
+    # the recipe's mark of a failed sample
+    SAMPLE_ERROR,
     # parameters of an engine, which a column would replace
     "use_dynamic_bsz", "sp_size", "force_group_size", "pad_mode", "pad_token_id", "use_remove_padding",
     "use_fused_kernels", "disable_auto_offload", "no_lora_adapter", "enable_routing_replay", "max_response_length",
     "return_model_output", "update_lr_scheduler", "record_r2_routes", "local_cp_size", "forced_max_seqlen",
 }  # fmt: skip
-"""names of verl's trainer: a column of a reward or a loop with one of them ends its update, or changes it in silence"""
+"""names that a column of a reward or a loop must not have: it would end verl's update, or change it in silence"""
 _WORKERS = {
     "raw_prompt", REWARD_INFO, "spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps",
 }  # fmt: skip
@@ -89,13 +92,13 @@ async def reward_of(call: Awaitable[Any], prompt: Any, deadline_s: float | None 
 
 
 def renamed(fields: Mapping[Any, Any], who: Literal["reward", "loop"]) -> dict[str, Any]:
-    """Return ``fields``, which a reward or a loop gave, with text as names and ``who_`` before each name of verl's.
+    """Return ``fields``, which a reward or a loop gave, with text as names and ``who_`` before each name that is taken.
 
     >>> renamed({"acc": 1.0, "temperature": 0.7, 3: "c"}, "reward")
     {'acc': 1.0, 'reward_temperature': 0.7, '3': 'c'}
     """
-    verls = _TRAINERS | _WORKERS if who == "reward" else _TRAINERS
-    return {f"{who}_{name}" if name in verls else str(name): value for name, value in fields.items()}
+    taken = _TRAINERS | _WORKERS if who == "reward" else _TRAINERS
+    return {f"{who}_{name}" if name in taken else str(name): value for name, value in fields.items()}
 
 
 def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[str] = ()) -> float:
@@ -117,6 +120,11 @@ def checked(score: Any, prompt: Any, info: Mapping[str, Any], parts: Sequence[st
         if finite(value) is None:
             raise RewardError(f"{what} is {value!r:.60}, which is no finite number")
     return float(score)
+
+
+def gdpo_keys(algorithm: Any) -> Sequence[str]:
+    """Return the keys that each reward must have beside its score if GDPO takes its advantages from them."""
+    return (algorithm.get("gdpo_reward_keys") or ()) if algorithm["adv_estimator"] == "gdpo" else ()
 
 
 def check_limited(prompt: Any, info: Mapping[str, Any]) -> None:
@@ -204,25 +212,28 @@ class RewardWorkers:
                     self._living.remove(handle)
             # Ray may be restarting it.
             await asyncio.sleep(AGAIN_S)
-        path = self._config.reward.custom_reward_function.path
+        reward = self._config.reward
+        own = reward.reward_manager.module.path if reward.reward_manager.source == "importlib" else None
+        files = " or ".join(filter(None, (reward.custom_reward_function.path, own))) or "a scorer of verl"
         restarts = self._config.partial_rollout.failures.worker_restarts
         raise InfraError(
-            f"no reward worker of reward.num_workers is left: {path or 'a scorer of verl'} cannot be loaded, or "
-            f"each worker died more often than partial_rollout.failures.worker_restarts={restarts} allows; the first "
-            f"death: {one_line(self._died_of)}"
+            f"no reward worker of reward.num_workers is left: {files} cannot be loaded, or each worker died more often "
+            f"than partial_rollout.failures.worker_restarts={restarts} allows; the first death: {one_line(self._died_of)}"
         ) from self._died_of
 
     async def _end_if_stuck(self, handle: Any) -> None:
         """Kill the worker of a cancelled call if its reward function goes on.
 
-        A coroutine ends with the cancellation. A synchronous function goes on in its thread, and a blocked event loop
+        A coroutine ends with the cancellation. A synchronous function may go on in its thread, and a blocked event loop
         does not answer.
         """
         if handle in self._doubted:
             return
         self._doubted.append(handle)
         try:
-            stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_runs_in_threads)), _ANSWERS_WITHIN_S)
+            # The cancellation reaches the worker before the question.
+            await asyncio.sleep(AGAIN_S)
+            stuck = await asyncio.wait_for(result_of(handle.__ray_call__.remote(_goes_on)), _ANSWERS_WITHIN_S)
         except TimeoutError:
             stuck = True
         except RayActorError:
@@ -234,6 +245,8 @@ class RewardWorkers:
             ray.kill(handle, no_restart=False)
 
 
-def _runs_in_threads(worker: Any) -> bool:
-    """Return whether ``worker``'s reward function is synchronous: its thread goes on when the call is cancelled."""
-    return not getattr(worker.reward_manager, "is_async_reward_score", False)
+def _goes_on(worker: Any) -> bool:
+    """Return whether a cancelled call of verl's reward ``worker``, in whose process this runs, may go on."""
+    # verl's remote manager has its function run in actors, where other calls wait behind it.
+    in_actors = isinstance(worker.reward_manager, RemoteRewardManager)
+    return in_actors or any(task.done() for task in list(THREADED.values()))
