@@ -137,8 +137,10 @@ def _check_arrays(key: str, value: Any, number: int, row: Mapping[str, Any]) -> 
 
 def _check_saved(key: str, value: Any, number: int, row: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for a column of row ``number`` that no checkpoint can hold."""
+    with refusing(key, value, f"rows whose images can be saved as PNG files; row {number} has an image that cannot"):
+        closed = closed_row(row)
     try:
-        pack({column: each for column, each in closed_row(row).items() if not isinstance(each, torch.Tensor)})
+        pack({column: each for column, each in closed.items() if not isinstance(each, torch.Tensor)})
     except UnsaveableError as error:
         raise fail(key, value, f"row {number}, column {error} {UNSAVED_REMEDY}") from None
 

@@ -17,7 +17,7 @@ from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorker
 from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
-from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, opened_row, png
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, listed, opened_row, png
 from recipe.partial_rollout.manager.types import SampleOutput
 
 SEES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V or GLM-4.6V"
@@ -97,7 +97,7 @@ def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
     Raises:
         ValueError: it has other media, or images that are not PIL's.
     """
-    given = {kind: data if isinstance(data, list) else [data] for kind, data in (output.multi_modal_data or {}).items()}
+    given = {kind: listed(data) for kind, data in (output.multi_modal_data or {}).items()}
     images = [each for each in given.pop("images", []) if each is not None]
     others = [kind for kind, data in given.items() if any(each is not None for each in data)]
     if others or not all(isinstance(image, Image.Image) for image in images):
