@@ -103,7 +103,7 @@ def test_row_is_closed_as_its_dataset_class_left_it(change, kind, same):
     assert (closed_part["bytes"] == data.getvalue()) == same
 
 
-ALL_MODES = "1 L LA P PA RGB RGBA RGBX RGBa CMYK YCbCr LAB HSV I I;16 F".split()
+ALL_MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F"]
 
 
 def in_mode(image, mode):
