@@ -23,13 +23,15 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
 from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
 from recipe.partial_rollout.checkpoint.row_images import closed_row, digest, opened_row, png
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.rows import check_left_out, check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
 from recipe.partial_rollout.records.run_log import prompt_identity
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.batch_images import add_images
@@ -226,6 +228,19 @@ def test_sample_with_too_few_tokens_for_its_images_fails_by_itself(vlm, output):
     for images in (own[:1], [*own, picture("b")]):
         with pytest.raises(RuntimeError, match="tokens of the sample stand for images"):
             vlm.pictures.check(sample, images)
+    more = replace(sample, response_ids=np.array([20, get_processor_token_id(vlm.pictures.processor, "video"), 2]))
+    with pytest.raises(RuntimeError, match="1 tokens of the sample stand for a video"):
+        vlm.pictures.check(more, own)
+
+
+def test_images_that_a_loop_had_processed_in_another_way_fail_its_sample(vlm, output):
+    """The trainer would process them as the configuration says."""
+    row = opened(picture("r"))
+    sample, own = replace(output(3), prompt_ids=prompt_of(vlm, row)), asyncio.run(vlm.pictures.of_row(row))
+    vlm.pictures.check(sample, own, {})
+    said = r"mm_processor_kwargs=.*do_normalize.* beside the images of the sample: .*data\.mm_processor_kwargs=\{\}"
+    with pytest.raises(ValueError, match=said):
+        vlm.pictures.check(sample, own, {"do_normalize": False})
 
 
 @pytest.mark.parametrize(("given", "said"), [({"videos": ["v"]}, "videos"), ({"images": ["a.png"]}, "not PIL.Image")])
@@ -290,6 +305,26 @@ def test_other_media_and_models_are_refused_under_partial_rollout_alone(check, v
         with pytest.raises(ConfigError, match=words):
             check(rows, UNFILTERED, processor=processor)
         assert len(check(rows, UNFILTERED, processor=processor, enable=False)) == 1
+
+
+def test_rows_that_verls_filter_leaves_out_by_a_mistake_of_its_own_are_refused(
+    vlm, tmp_path, resolved_config, monkeypatch
+):
+    """Its worker processes do not have what a class of one's own inherits."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file, own = tmp_path / "rows.parquet", tmp_path / "own.py"
+    pd.DataFrame([row(i, "r") for i in range(2)]).to_parquet(file)
+    own.write_text("from verl.utils.dataset.rl_dataset import RLHFDataset\n\nclass Own(RLHFDataset):\n    pass\n")
+    given = f"data.train_files={file}", f"data.custom_cls.path={own}", "data.custom_cls.name=Own"
+    config = resolved_config("quickstart_cpu", *given, "data.max_prompt_length=64")
+    parts = config, "train", vlm.pictures.tokenizer, vlm.pictures.processor
+    without = {"filter_overlong_prompts_workers": None}
+    check_verl_keys(resolved_config("quickstart_cpu", "data.filter_overlong_prompts_workers=null"))
+    assert len(dataset_of(*parts, **without)) == 2
+    dataset = dataset_of(*parts)
+    assert len(dataset) == 0
+    with pytest.raises(ConfigError, match=r"^data\.filter_overlong_prompts_workers=1: null .*data\.custom_cls"):
+        check_left_out(config, dataset, "train", *parts[2:])
 
 
 def test_image_that_cannot_be_saved_is_refused_by_its_row(vlm, resolved_config):
