@@ -11,6 +11,8 @@ Its patches in the recipe's processes:
 - ``report_preempted``: the scheduler of 0.24.0 reports to its workers the requests that an emptied cache preempts. It
   may go with 0.24.0.
 - ``take_wait``: verl 0.9.1 can abort requests of vLLM 0.32. It may go when verl passes ``mode``.
+- ``find_mapper``: verl 0.9.1 can load LoRA adapters into a vLLM that has renamed the mapper of their names. It may go
+  when verl asks for ``get_rename_mapper``.
 
 Each patch looks for the name or the argument that it changes, and does nothing if vLLM does not need it.
 """
@@ -24,6 +26,7 @@ from typing import Any
 from verl_ext.guard import around, cpu_requested, in_recipe, when_imported
 
 _SCHEDULER, _CORE, _FRONT = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"
+_MODELS = "vllm.model_executor.models.utils"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 PIECEWISE = "verl_ext.piecewise_scheduler.piecewise_scheduler"
 """value of vLLM's option ``scheduler_cls`` for tokens in pieces"""
@@ -112,6 +115,13 @@ def take_wait(module: Any) -> None:
         return vllms(self, **options)
 
 
+def find_mapper(module: Any) -> None:
+    """Let verl find ``WeightsMapper.get_unstacked_mapper``, which later releases call ``get_rename_mapper``."""
+    mapper = module.WeightsMapper
+    if not hasattr(mapper, "get_unstacked_mapper") and hasattr(mapper, "get_rename_mapper"):
+        mapper.get_unstacked_mapper = mapper.get_rename_mapper
+
+
 def register() -> None:
     """Patch vLLM in the recipe's processes, and its layers on the CPU platform."""
     if in_recipe():
@@ -120,6 +130,7 @@ def register() -> None:
         when_imported(_CORE, answer_in_core)
         when_imported("verl.workers.rollout.vllm_rollout.utils", name_causes)
         when_imported(_FRONT, take_wait)
+        when_imported(_MODELS, find_mapper)
     if cpu_requested():
         # Import verl first: importing the platform alone would load verl's plugin before the platform is complete.
         import verl  # noqa: F401

@@ -61,6 +61,7 @@ TRAININGS = (
     "test_tutorial.py",
     "test_images.py",
     "test_experts.py",
+    "test_lora.py",
 )
 """files of every commit that train, the longest first: they begin, and what takes less fills both processes to the end"""
 MOST_STARTS = 13

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 WITHIN_S = 180.0
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8"
+MICRO, LORA = "micro_batch_size_per_gpu", f"{MODEL}.lora_rank=8 actor_rollout_ref.rollout.load_format=safetensors"
 FIXED = f"{ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False"
 MISTAKES = {
     # the engine
@@ -35,7 +35,6 @@ MISTAKES = {
     f"{ACTOR}.loss_agg_mode=token-means": "token-means",
     f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl9": "NotImplementedError",
     "algorithm.adv_estimator=optimal_token_baseline": "sum_pi_squared",
-    "algorithm.rollout_correction.rollout_rs=token_k9": "token_k9",
     # rewards
     "algorithm=dapo reward.reward_kwargs.overlong_buffer_cfg.len=2000": "overlong_buffer",
     # how a batch is divided

@@ -37,7 +37,7 @@ layer() { # name, pytest's arguments...
 layer unit tests/unit/test_{releases,upstream_contract,verl_ext,piecewise_scheduler,engine}.py
 layer integration tests/integration/test_async_scheduling.py
 # The trainings take longest, so they begin first.
-layer e2e tests/e2e/test_{training,hold,interruption,log_probs}.py -k 'not test_training or both_arms or engines_own' \
+layer e2e tests/e2e/test_{training,lora,hold,interruption,log_probs}.py -k 'not test_training or both_arms or engines_own' \
   -n 2 --dist loadfile --no-loadscope-reorder
 
 row="| $(git describe --always --dirty) | $(date +%F) |"

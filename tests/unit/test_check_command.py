@@ -28,6 +28,7 @@ def ended(monkeypatch, capsys, *arguments):
 
 QUICK = "--config-name=quickstart_cpu"
 WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+OVERRIDE = "actor_rollout_ref.model.override_config"
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +101,19 @@ def trainable(model, tmp_path, monkeypatch, resolved_config):
     return lambda *overrides: resolved_config("quickstart_cpu", *given, *overrides)
 
 
-def test_warm_up_that_would_outlast_the_training_is_refused(trainable):
-    with pytest.raises(ConfigError, match=rf"{WARM_UP}=1000: below \d+: the warm-up would outlast"):
-        preflight.checked(trainable(f"{WARM_UP}=1000"))
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"{WARM_UP}=1000", rf"^{WARM_UP}=1000: below \d+: the warm-up would outlast"),
+        (
+            f"+{OVERRIDE}.attention_dropout=0.1",
+            r"^actor_rollout_ref.model.path=.*: a model without noise \(its config",
+        ),
+    ],
+)
+def test_what_only_the_loaded_inputs_show_is_refused(trainable, override, said):
+    with pytest.raises(ConfigError, match=said):
+        preflight.checked(trainable(override))
 
 
 def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, capsys, tmp_path, monkeypatch):

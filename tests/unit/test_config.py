@@ -38,7 +38,8 @@ SPLIT = f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node"
 MODEL_RM = f"{P}.reward_in_worker=False reward.reward_model"
 V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
 MODEL, MANAGER, GDPO = "actor_rollout_ref.model", "reward.reward_manager", "algorithm.adv_estimator=gdpo"
-BACKEND, DRAFTS = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+BACKEND, VLLM = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm"
+RS = f"{CORRECTION}.rollout_rs"
 
 
 @pytest.fixture
@@ -64,8 +65,9 @@ def test_quickstart_config_passes_with_whatever_only_verl_reads(configure):
     nopr = f"{P}.enable=False"
     alone = f"algorithm=reinforce_plus_plus {ROLLOUT}.n=1"
     undeclared = "+data.cache_dir=/tmp +data.filter_prompts=False +data.difficulty=3 +mine.x=1"
-    handed_on = f"+{ROLLOUT}.custom.x=1 +{ROLLOUT}.engine_kwargs.vllm.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
-    for overrides in (*thresholds, alone, undeclared, handed_on, f"{nopr} {ROLLOUT}.name=sglang"):
+    handed_on = f"+{ROLLOUT}.custom.x=1 +{VLLM}.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
+    rejects = f"{RS}='token_k1,seq_mean_k3' {RS}_threshold='0.5_2.0,0.1'"
+    for overrides in (*thresholds, alone, undeclared, handed_on, rejects, f"{nopr} {ROLLOUT}.name=sglang"):
         check_settings(configure(*overrides.split()))
     for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", nopr):
         check_config(configure(arm, "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
@@ -116,7 +118,7 @@ MISTAKES = {
     "data.train_files=/nowhere/a.parquet": "an existing parquet file",
     f"data.train_files={__file__}/": "an existing parquet file",
     "data.val_files='/nowhere/a[1].parquet'": "paths without * ? [ ], which the reader of data files",
-    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer, if data.shuffle and max_samples are set",
+    "data.seed=null data.val_max_samples=8": "data.seed=None: an integer of at least 0, if data.shuffle and max",
     f"{V1} trainer.v1.sampler.max_off_policy_threshold=4": "8 if trainer.use_v1=True: partial_rollout.max_",
     "skip.rollout.enable=True": "False if partial_rollout.enable=True: the recipe makes",
     "algorithm.adv_estimator=gae critic.enable=False": "critic.enable=False: one of True, null if",
@@ -124,7 +126,7 @@ MISTAKES = {
     f"engine=megatron {ACTOR}.megatron.router_replay.mode=R3": "R3: one of R2, disabled, null if partial_",
     f"{ACTOR}.checkpoint.async_save=True": "False: a checkpoint counts as complete once",
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
-    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token if",
+    f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
@@ -135,7 +137,7 @@ MISTAKES = {
     f"algorithm=gspo {CORRECTION}.rollout_is=token": "one of geometric, null, sequence if",
     f"{P}.correction=none {CORRECTION}.rollout_is=token": "null if partial_rollout.correction=none",
     f"{P}.correction=none {ACTOR}.clip_ratio_c=null": "clip_ratio_c=None: a number above 1",
-    f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
+    f"+{VLLM}.speculative_config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
     f"{P}.enable=False {P}.placement=separate": "colocated if partial_rollout.enable=False",
     f"{P}.resume_kv=keep {ROLLOUT}.free_cache_engine=True": f"engine=True: must be False if {P}.resume_kv=keep and",
     "actor_rollout_ref.model.path=nobody/no-model": "`hf download nobody/no-model --local-dir DIR`",
@@ -149,9 +151,12 @@ MISTAKES = {
     f"{P}.trust_region=none {P}.trust_region_bounds=[0.1,0.1]": "none is no region with",
     f"{CORRECTION}.rollout_is_threshold=0.5_5": "threshold=0.55: at least 1, or lower_upper as text in quotes",
     f"{LOSS}=dppo_tv {P}.trust_region=mask": f"_bounds=None: [low, high], such as [0.2,0.2] if {P}.trust_region=mask and",
-    f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs": f"must be null if {P}.enable=True: set {ROLLOUT}.logp",
-    f"{P}.resume_kv=keep +{ROLLOUT}.engine_kwargs.vllm.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
-    f"+{ROLLOUT}.engine_kwargs.vllm.logits_processors=[a.b:C]": "null if",
+    f"+{VLLM}.logprobs_mode=raw_logprobs": f"must be null if {P}.enable=True: set {ROLLOUT}.logp",
+    f"{P}.resume_kv=keep +{VLLM}.enable-prefix-caching=False": f"set {ROLLOUT}.enable_prefix_caching",
+    f"{P}.resume_kv=keep +{VLLM}.no-enable-prefix-caching=True": f"set {ROLLOUT}.enable_prefix_caching",
+    f"+{VLLM}.tensor-parallel-size=2": f"must be null if {P}.enable=True: set {ROLLOUT}.tensor_model_parallel_size",
+    f"+{VLLM}.speculative-config.method=ngram": "null if trainer.device=cpu: vLLM's draft proposers",
+    f"+{VLLM}.logits_processors=[a.b:C]": "null if",
     f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
@@ -212,7 +217,7 @@ VERLS_MISTAKES = {
     f"{MODEL}.lora.rank=8": f"verl's default, 0, because fsdp2 does not read it: set {MODEL}.lora_rank",
     f"{MODEL}.lora.rank=8 {MODEL}.lora.merge=True {ACTOR}.strategy=fsdp": f"0, because fsdp does not read it: set {MODEL}",
     f"{MODEL}.lora_rank=8 {MODEL}.lora.alpha=64": f"default, 32, because fsdp2 does not read it: set {MODEL}.lora_alpha",
-    f"{MODEL}.lora_rank=8 {MODEL}.lora.dropout=0.1": "0.0, because fsdp2 does not read it: it has no dropout for LoRA",
+    f"{MODEL}.lora_rank=8 {MODEL}.lora.dropout=0.1": "0.0, because fsdp2 does not read it: its adapters are plain LoRA",
     f"{MODEL}.lora_adapter_path=/adapter": "lora_rank=0: at least 1 with actor_rollout_ref.model.lora_adapter_path",
     f"engine=megatron {MODEL}.lora_rank=8": f"default, 0, because megatron does not read it: set {MODEL}.lora.rank",
     f"{GAE} critic.model.lora.rank=8": "default, 0, because fsdp2 does not read it: set critic.model.lora_rank",
@@ -224,9 +229,18 @@ VERLS_MISTAKES = {
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",
+    f"{MODEL}.lora_rank=8": "rollout.load_format=dummy: safetensors, or auto, with LoRA adapters",
     GDPO: "gdpo_reward_keys=None: a list of keys of the reward, such as [format,accuracy] if algorithm.adv_estimator=gdpo",
     f"{GDPO} +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of keys",
     f"{GDPO} +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "null, or a number for each",
+    "data.val_max_samples=null": "data.val_max_samples=None: an integer",
+    "data.seed=-1 data.val_max_samples=8": "data.seed=-1: an integer of at least 0, if data.shuffle",
+    f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5": "threshold=0.5: at least 1, or lower_upper",
+    f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=False": "calculate_log_probs=False: must be True",
+    f"{RS}=token_k1 {RS}_threshold=2.0 {ROLLOUT}.calculate_log_probs=False": "calculate_log_probs=False: must be True",
+    f"{RS}=token_k1": "rollout_rs_threshold=None: a number above 0; for a criterion of k1 at least 1, or lower_upper",
+    f"{RS}=token_k1 {RS}_threshold=0.5_2": "rollout_rs_threshold=0.52: a number above 0; for a criterion of k1",
+    f"{RS}=token_k9 {RS}_threshold=2.0": "rollout_rs=token_k9: null, or any of seq_max_k2",
     f"{GAE} critic.optim.clip_grad=0.0": "critic.optim.clip_grad=0.0: a number above 0",
     f"{ACTOR}.ppo_micro_batch_size=4 {ACTOR}.use_dynamic_bsz=False {ROLLOUT}.log_prob_use_dynamic_bsz=False": (
         f"null if {ACTOR}.use_dynamic_bsz=False: verl does not read it; use ppo_micro_batch_size_per_gpu"
@@ -248,6 +262,7 @@ VERLS_MISTAKES = {
     "trainer.default_local_dir=s3://bucket/run": "a local directory that this user can write",
     "trainer.default_local_dir='$HOME/run'": "a local directory that this user can write",
     "trainer.default_local_dir=''": "a local directory that this user can write",
+    f"trainer.default_local_dir={__file__}": "a local directory that this user can write",
 }
 """what verl finds out late, or never, with and without partial rollout"""
 
@@ -267,10 +282,10 @@ LISTING = [
 ]
 """rules that list the values of one key"""
 UNDECLARED = (
-    *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class", DRAFTS),
+    *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class"),
     f"{ACTOR}.megatron.router_replay.mode",
-    *(f"{ROLLOUT}.engine_kwargs.vllm.logits{sign}processors" for sign in "_-"),
-    *(f"{ROLLOUT}.engine_kwargs.vllm.mm{sign}processor{sign}kwargs" for sign in "_-"),
+    *(f"{VLLM}.{name}" for sign in "_-" for name in (f"logits{sign}processors", f"speculative{sign}config")),
+    *(f"{VLLM}.mm{sign}processor{sign}kwargs" for sign in "_-"),
 )
 """keys that verl reads without declaring them for FSDP"""
 

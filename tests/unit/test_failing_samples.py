@@ -57,15 +57,16 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, calculate_log_probs=True, processor=None):
+def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, corrects=True, processor=None):
     """verl's set-up alone, from its configuration."""
     made = object.__new__(ObservedAgentLoopWorker)
     rollout = {**dict.fromkeys(("temperature", "top_p", "top_k"), 1.0), "prompt_length": P, "response_length": R}
     agent, validation = SimpleNamespace(default_agent_loop="mine"), SimpleNamespace(top_p=1.0, top_k=-1, temperature=0)
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
     made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
-    rollout["calculate_log_probs"] = calculate_log_probs
-    made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation)
+    made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
+    correction = SimpleNamespace(rollout_is="token" if corrects else None, rollout_rs=None)
+    made.config.algorithm = SimpleNamespace(rollout_correction=correction)
     made.tokenizer, made.tools, made.vocabulary = byte_tokenizer("", pad_token="<pad>"), [], 1000
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts
     scoring = None if handles is None else SimpleNamespace(remote=reward_worker(function).compute_score)
@@ -281,19 +282,19 @@ def test_sample_of_which_verl_makes_no_row_is_left_out_or_ends_nopr(monkeypatch,
             generated(flaky(), rows(2, 3))
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("given", [None, []])
-def test_row_without_log_probs_ends_nopr_only_if_they_were_asked_for(monkeypatch, given, asked):
-    """verl's batch breaks on such a row, or loses the log-probs of all rows."""
+def test_row_without_log_probs_ends_nopr_only_if_a_correction_reads_them(monkeypatch, given, corrects):
+    """verl's batch breaks on such a row, or loses the log-probs of all rows, and with them the correction."""
 
     async def run(self, sampling_params, **row):
-        lacks = row["uid"] == "uid0" or not asked
+        lacks = row["uid"] == "uid0" or not corrects
         return output_of([1, 2, 3], [65] * 2, response_logprobs=given if lacks else [-0.5] * 2)
 
     monkeypatch.setattr(Loop, "run", run)
-    how = {"chunks": 2, "calculate_log_probs": asked}
-    words = r"prompt uid0 returned 2 tokens without log-probs \(.*rollout\.calculate_log_probs=True\)"
-    with pytest.raises(ValueError, match=words) if asked else contextlib.nullcontext():
+    how = {"chunks": 2, "corrects": corrects}
+    words = r"prompt uid0 returned 2 tokens without the log-probs that algorithm.rollout_correction reads"
+    with pytest.raises(ValueError, match=words) if corrects else contextlib.nullcontext():
         assert "rollout_log_probs" not in generated(flaky(), rows(2, 3), **how).batch
     assert not generated(flaky(), rows(2, 3), validate=True, **how).batch["rm_scores"].isnan().any()
 

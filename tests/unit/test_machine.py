@@ -190,6 +190,7 @@ def test_size_is_read_from_the_models_own_config_with_adapters_apart(build, mode
     # Rank 32, in and out of each of seven matrices a layer.
     assert lora.trained == 36 * 32 * ((2560 + 4096) * 2 + (2560 + 1024) * 2 + (2560 + 9728) * 3)
     assert lora.parameters == SIZE_4B.parameters + lora.trained
+    assert ModelSize.of(build(model_4b, "engine=megatron", "actor_rollout_ref.model.lora.rank=32")) == lora
     assert ModelSize.of(build("actor_rollout_ref.model.path=/nowhere")) is None
 
 

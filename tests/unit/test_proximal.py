@@ -1,11 +1,16 @@
 """Where a step's proximal log-probs come from, and how the loss's figures are logged."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from transformers import GPT2Config, MixtralConfig, Qwen3Config
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.preflight.inputs import check_noise
 from recipe.partial_rollout.training import loss
 from recipe.partial_rollout.training.loss import ProximalPolicy, needs_pass
 from recipe.partial_rollout.training.trainer_run import PartialRolloutRayPPOTrainer
@@ -35,6 +40,31 @@ def test_pass_runs_in_every_tenth_step_unless_something_needs_it(composed_config
     proximal = ProximalPolicy.of(config, PartialRolloutConfig.from_config(config))
     runs = [step for step in range(1, 22) if proximal.recomputes(step)]
     assert runs == ([1, 11, 21] if needed is False else list(range(1, 22)))
+
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (Qwen3Config(), None),
+        (Qwen3Config(attention_dropout=0.1), "attention_dropout"),
+        (MixtralConfig(router_jitter_noise=0.1), "router_jitter_noise"),
+        # It has a dropout of 0.1 for heads that are not trained.
+        (GPT2Config(**NO_DROPOUT), None),
+        (GPT2Config(**NO_DROPOUT | {"embd_pdrop": 0.1}), "embd_pdrop"),
+    ],
+)
+def test_model_with_dropout_or_jitter_is_refused_where_the_update_gives_the_proximal_log_probs(
+    composed_config, layout, name
+):
+    words = (
+        rf"without noise \(its config has {name}=0.1, .* or set \+actor_rollout_ref.model.override_config.{name}=0.0"
+    )
+    with pytest.raises(ConfigError, match=words) if name else nullcontext():
+        check_noise(composed_config("quickstart_cpu"), layout)
+    check_noise(composed_config("quickstart_cpu", "actor_rollout_ref.actor.ppo_epochs=2"), layout)
 
 
 @pytest.mark.parametrize(("step", "passes"), [(1, True), (2, False), (10, False), (11, True)])

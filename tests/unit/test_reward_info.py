@@ -96,6 +96,14 @@ def test_words_of_a_reward_or_a_loop_about_an_error_are_no_failure(monkeypatch, 
     assert written["reward_sample_error"] == ["wrong units"] * 2 and SAMPLE_ERROR not in written
 
 
+def test_values_that_cannot_be_averaged_or_written_are_text(monkeypatch, tmp_path, trainers):
+    odd = [{"score": 1.0, "big": 10**300, "text": "\ud800"}, {"score": 0.0, "big": 1, "text": {(1, 2): 3}}]
+    output = generated(lambda ground_truth, **_: odd[ground_truth], rows(2, 2), validate=True)
+    metrics, written = validated(monkeypatch, tmp_path, trainers, output)
+    assert metrics["val-core/unknown/reward/mean@1"] == 0.5 and not [name for name in metrics if "big" in name]
+    assert written["text"] == [r"'\ud800'", "{(1, 2): 3}"] and written["big"] == [10**300, 1]
+
+
 def test_reward_that_writes_into_its_extra_info_changes_no_other_score():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         extra_info["seen"] = seen = extra_info.get("seen", 0) + 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from recipe.partial_rollout.config.settings import FilterSettings
 from recipe.partial_rollout.manager.types import RoundProgress
 from recipe.partial_rollout.rollout import guard
 from recipe.partial_rollout.training import step_log
-from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog
+from recipe.partial_rollout.training.step_log import KL, PolicyDrift, StepLog, mismatch
 from recipe.partial_rollout.waits import wait
 
 ROOT = Path(__file__).parents[2]
@@ -250,13 +251,18 @@ def test_step_1_shows_a_sample_with_what_is_masked_and_its_reward(log_of, tmp_pa
 
 @pytest.mark.parametrize(
     ("enable", "strategy", "lora", "backend"),
-    [(True, "megatron", 0, "megatron"), (False, "fsdp2", 0, "fsdp"), (True, "fsdp2", 8, None)],
+    [
+        (True, "megatron", {}, "megatron"),
+        (False, "fsdp2", {}, "fsdp"),
+        (True, "fsdp2", {"lora_rank": 8}, None),
+        (True, "megatron", {"lora": {"rank": 8}}, None),
+    ],
 )
 def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, enable, strategy, lora, backend):
     """Of LoRA's adapters verl's merger makes the base model."""
     run_dir = tmp_path / "my run"
     (run_dir / "global_step_3" / "actor").mkdir(parents=True)
-    parts = {"actor": {"strategy": strategy}, "model": {"lora_rank": lora}}
+    parts = {"actor": {"strategy": strategy}, "model": lora}
     config = {"trainer": {"default_local_dir": str(run_dir)}, "partial_rollout": {"enable": enable}}
     tools = "python -m recipe.partial_rollout.tools"
     paths = f"--local_dir '{run_dir}/global_step_3/actor' --target_dir '{run_dir}/model'"
@@ -264,7 +270,7 @@ def test_finished_run_says_where_it_is_and_which_commands_come_next(tmp_path, en
         f"finished after step 3: the run is in {run_dir}. Next:",
         f"{tools} report '{run_dir}'",
         *[f"{tools} audit '{run_dir}'"] * enable,
-        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (lora == 0),
+        *[f"python -m verl.model_merger merge --backend {backend} {paths}"] * (not lora),
     ]
 
 
@@ -300,3 +306,11 @@ WELL = [0.0002] * 8
 def test_drift_is_told_when_it_sets_in(values, warned_at):
     drift = PolicyDrift()
     assert [step for step, kl in enumerate(values, 1) if drift.observe({KL: kl}, step)] == warned_at
+
+
+def test_a_model_that_engine_and_trainer_compute_differently_is_warned_of_once():
+    warned = [mismatch({KL: kl}, step) for step, kl in ((1, 0.03), (1, 0.2), (2, 0.2), (1, math.nan))] + [
+        mismatch({}, 1)
+    ]
+    assert [warning is not None for warning in warned] == [False, True, False, False, False]
+    assert "k3_kl 0.2)" in warned[1] and "override_config" in warned[1]

@@ -122,6 +122,20 @@ def test_scheduler_that_needs_no_patch_stays_as_it_is():
     assert dict(vars(Scheduler)) == own
 
 
+def test_verl_finds_the_mapper_of_adapters_names_by_either_name():
+    from verl.utils.vllm import utils as verls
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    assert "get_unstacked_mapper" in inspect.getsource(verls), "the patch may go"
+    for mapper in (
+        WeightsMapper,
+        type("Old", (), {"get_unstacked_mapper": 1}),
+        type("New", (), {"get_rename_mapper": 1}),
+    ):
+        vllm_plugin.find_mapper(SimpleNamespace(WeightsMapper=mapper))
+        assert hasattr(mapper, "get_unstacked_mapper")
+
+
 async def paused(signature, **asked):
     """Options that reach a ``pause_generation`` of this signature, once it is patched."""
     space = {}

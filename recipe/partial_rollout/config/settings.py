@@ -388,6 +388,12 @@ def verls_own(config: DictConfig) -> bool:
     return config.trainer.use_v1 and config.trainer.v1.trainer_mode != V1_MODE
 
 
+def lora_rank(config: DictConfig) -> int:
+    """Rank of the LoRA adapters that are trained, under FSDP or Megatron; 0 if the model itself is."""
+    model = config.actor_rollout_ref.model
+    return model.get("lora_rank") or OmegaConf.select(model, "lora.rank") or 0
+
+
 # -- devices of the trainer and of the engines -------------------------------------------------------------------------
 
 

@@ -77,8 +77,8 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value``, a result of ``plain``, can be averaged: a bool, an int or a float."""
-    return isinstance(value, bool | int | float)
+    """Whether ``value``, a result of ``plain``, can be averaged: a bool, a float, or an int that numpy holds."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def finite(value: Any) -> float | None:
@@ -88,7 +88,7 @@ def finite(value: Any) -> float | None:
     [1.0, 0.5, None, None, None, None, None]
     """
     value = plain(value)
-    return float(value) if is_number(value) and abs(value) <= _LARGEST else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
 
 
 SCORES = ("reward", "seq_reward", "seq_final_reward")

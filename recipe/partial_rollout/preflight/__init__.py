@@ -24,6 +24,7 @@ from recipe.partial_rollout.preflight.inputs import (
     MODEL,
     cache_by_content,
     check_device,
+    check_noise,
     check_ray_address,
     missing_inputs,
     missing_packages,
@@ -135,6 +136,8 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         MODEL, config.actor_rollout_ref.model.path, "a model whose tokenizer and configuration verl can load"
     ):
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    if settings.enable and not verls_own(config):
+        check_noise(config, model.hf_config)
     cache_by_content(config)
     train, val = (dataset_of(config, split, model.tokenizer, model.processor) for split in ("train", "val"))
     for split, dataset in (("train", train), ("val", val)):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -19,13 +20,14 @@ import datasets.config
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
 
-from recipe.partial_rollout.config.keys import ConfigError, fail, refusing
+from recipe.partial_rollout.config.keys import ConfigError, fail, leaves, refusing
 from recipe.partial_rollout.config.settings import engine_devices, trainer_devices
 from recipe.partial_rollout.preflight.rule import at
+from recipe.partial_rollout.training.loss import needs_pass
 from verl_ext.command import no_device
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -112,6 +114,28 @@ def check_model(path: str, key: str = MODEL) -> None:
         json.loads(Path(found).read_text())
     if local.is_file() and not any(each.suffix in (".safetensors", ".bin") for each in local.parent.iterdir()):
         raise fail(key, path, "a model directory with weights (*.safetensors or *.bin); this one has none")
+
+
+_NOISE = re.compile(r"(?!classifier|summary).*(dropout(_prob|_rate)?|pdrop|layerdrop|drop_path_rate|jitter_noise)")
+"""finds the names of dropouts and of routers' noise in a model's config; heads that are not trained do not matter"""
+
+
+def check_noise(config: DictConfig, layout: PretrainedConfig) -> None:
+    """Check that a forward pass of the update has the log-probs of the policy, if no other pass gives them.
+
+    Args:
+        layout: the model's own config, with ``model.override_config``.
+
+    Raises:
+        ConfigError: the model has a dropout or a router's noise, which only an update applies.
+    """
+    if needs_pass(config):
+        return
+    for name, value in leaves(layout.to_dict()):
+        if _NOISE.fullmatch(name.rpartition(".")[2]) and isinstance(value, float) and value > 0:
+            words = f"a model without noise (its config has {name}={value}, which makes the update's log-probs random)"
+            remedy = f"+actor_rollout_ref.model.override_config.{name}=0.0"
+            raise fail(MODEL, config.actor_rollout_ref.model.path, f"{words}; or set {remedy}")
 
 
 def weight_bytes(config: DictConfig) -> int:

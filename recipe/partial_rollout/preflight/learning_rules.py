@@ -6,23 +6,28 @@ import os
 import re
 from pathlib import Path
 
+from omegaconf import DictConfig
 from ray._common.utils import get_default_ray_temp_dir
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import writable
 from recipe.partial_rollout.config.settings import (
     OVERLONG,
     Correction,
+    lora_rank,
 )
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
+    CORRECTION,
     LOSS,
     NO_PR,
     REWARD_MODEL,
     SCORES_LATE,
     V1,
     Rule,
+    accepts_on_policy_samples,
     at,
     budget,
     compares_siblings,
@@ -30,13 +35,16 @@ from recipe.partial_rollout.preflight.rule import (
     divided,
     divisible,
     full,
+    keeps_on_policy_tokens,
     longest,
     one_of,
     only,
+    rejections,
     unread,
     where,
 )
 from recipe.partial_rollout.preflight.verl_keys import default_of
+from recipe.partial_rollout.training.loss import WeightGranularity
 
 _A_DEVICE = "verl does not read it; use {}_micro_batch_size_per_gpu"
 _FILTER = "algorithm.filter_groups"
@@ -70,8 +78,12 @@ def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
         *where(
             lambda c: at(c, strategy) != "megatron",
             *(unread(f"{model}.lora.{name}", strategy, f"set {full(model)}.{fsdp}") for fsdp, name in _LORA.items()),
-            unread(f"{model}.lora.dropout", strategy, "it has no dropout for LoRA"),
-            unread(f"{model}.lora.type", strategy, "its adapters are plain LoRA"),
+            *(
+                unread(f"{model}.lora.{name}", strategy, "its adapters are plain LoRA")
+                for name in default_of(full(f"{model}.lora"))
+                if name not in ("merge", *_LORA.values())
+            ),
+            unread(f"{model}.mtp.enable_train", strategy, "it trains no layers that predict several tokens"),
             Rule(
                 f"{model}.lora_rank",
                 lambda v, c: at(c, adapter) is None or v >= 1,
@@ -84,6 +96,11 @@ def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
             *(unread(f"{model}.{fsdp}", strategy, f"set {full(model)}.lora.{name}") for fsdp, name in _LORA.items()),
         ),
     )
+
+
+def _is_corrected(config: DictConfig) -> bool:
+    """Whether partial rollout weights the tokens."""
+    return config.partial_rollout.enable and config.partial_rollout.correction != Correction.NONE
 
 
 TRAINING = (
@@ -137,6 +154,15 @@ TRAINING = (
     ),
     # what is trained
     *_lora("model", "actor.strategy"),
+    *where(
+        lambda c: lora_rank(c) and not at(c, "model.lora.merge"),
+        Rule(
+            "rollout.load_format",
+            lambda v, _: "dummy" not in v,
+            "safetensors, or auto, with LoRA adapters",
+            "an engine gets the base model from its files, and the adapters alone from the trainer",
+        ),
+    ),
     *where(need_critic, *_lora("critic.model", "critic.strategy")),
     # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
@@ -180,11 +206,12 @@ TRAINING = (
     Rule(
         "data.seed",
         lambda v, c: (
-            v is not None
+            (v is not None and v >= 0)
             or not c.data.shuffle
             or all((c.data.get(f"{split}_max_samples") or -1) <= 0 for split in ("train", "val"))
         ),
-        "an integer, if data.shuffle and max_samples are set: without a seed each process would draw other rows",
+        "an integer of at least 0, if data.shuffle and max_samples are set",
+        "without a seed each process would draw other rows",
     ),
     # what a run writes, and resumes from
     Rule(
@@ -258,13 +285,7 @@ LEARNING = (
         lambda c: at(c, LOSS) in DUAL_CLIPS,
         Rule(
             "actor.clip_ratio_c",
-            lambda v, c: (
-                v > 1
-                if v is not None
-                else c.partial_rollout.enable
-                and c.partial_rollout.correction != Correction.NONE
-                and at(c, LOSS) == "vanilla"
-            ),
+            lambda v, c: v > 1 if v is not None else _is_corrected(c) and at(c, LOSS) == "vanilla",
             "a number above 1; or null (no dual clip) if partial_rollout.enable=True, "
             "partial_rollout.correction=decoupled and loss_mode=vanilla",
         ),
@@ -320,6 +341,36 @@ LEARNING = (
         ),
         lambda _: f"{default_of('actor_rollout_ref.actor.clip_ratio')}, verl's default",
         "set clip_ratio_low and clip_ratio_high, which take its place",
+    ),
+    # verl's rollout correction
+    one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
+    *where(
+        lambda c: at(c, CORRECTION) and (at(c, f"{CORRECTION}.rollout_is") or _is_corrected(c)),
+        Rule(
+            f"{CORRECTION}.rollout_is_threshold",
+            lambda v, _: keeps_on_policy_tokens(v),
+            # hydra reads 0.5_5 as the number 0.55.
+            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0'",
+            "one number caps the weights; of two, which must have 1 between them, tokens outside are masked",
+        ),
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_rs",
+        lambda v, _: v is None or {*rejections(v)} <= SUPPORTED_ROLLOUT_RS_OPTIONS,
+        lambda _: f"null, or any of {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}, joined by commas",
+    ),
+    *where(
+        lambda c: at(c, f"{CORRECTION}.rollout_rs") is not None,
+        Rule(
+            f"{CORRECTION}.rollout_rs_threshold",
+            lambda v, c: accepts_on_policy_samples(at(c, f"{CORRECTION}.rollout_rs"), v),
+            "a number above 0; for a criterion of k1 at least 1, or lower_upper as text in quotes, such as '0.5_2.0'",
+            "one for all criteria of rollout_rs, or as many as they are, joined by commas",
+        ),
+    ),
+    *where(
+        lambda c: at(c, f"{CORRECTION}.rollout_is") or at(c, f"{CORRECTION}.rollout_rs"),
+        only("rollout.calculate_log_probs", True, "rollout_is and rollout_rs need the engine's log-probs"),
     ),
     # validation
     Rule(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
+from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold, _parse_rollout_rs_thresholds
 
 from recipe.partial_rollout.config.keys import ConfigError, fail
 from recipe.partial_rollout.config.settings import trainer_devices
@@ -193,3 +193,18 @@ def keeps_on_policy_tokens(threshold: Any) -> bool:
     upper, lower = _parse_rollout_is_threshold(threshold)
     # One bound caps the weights; of two, tokens outside are masked.
     return (lower or 0) <= 1 <= upper
+
+
+def rejections(names: str | None) -> list[str]:
+    """The criteria in ``rollout_rs``, each once, as verl reads them."""
+    return [*dict.fromkeys(filter(None, map(str.strip, (names or "").split(","))))]
+
+
+def accepts_on_policy_samples(names: str, threshold: Any) -> bool:
+    """Whether the criteria of ``rollout_rs`` leave a sample of ratio 1 alone, for this ``rollout_rs_threshold``.
+
+    Raises verl's error for a threshold that verl refuses.
+    """
+    bounds = _parse_rollout_rs_thresholds(rejections(names), threshold)
+    # Criteria without a lower bound compare what is 0 for a ratio of 1.
+    return all(each["lower"] is None or each["lower"] <= 1 <= (each["upper"] or 0) for each in bounds.values())

@@ -23,6 +23,7 @@ from recipe.partial_rollout.config.settings import (
     PartialRolloutConfig,
     TrustRegion,
     engine_devices,
+    lora_rank,
     trainer_devices,
     verls_own,
     whole,
@@ -42,7 +43,6 @@ from recipe.partial_rollout.preflight.rule import (
     broken,
     divisible,
     full,
-    keeps_on_policy_tokens,
     one_of,
     only,
     replica_devices,
@@ -62,8 +62,13 @@ _BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _VLLM = "rollout.engine_kwargs.vllm"
-_DRAFTS = f"{_VLLM}.speculative_config"
-_OF_ROLLOUT = {field.name for field in fields(RolloutConfig)}
+_DRAFTS = f"{_VLLM}.speculative_config", f"{_VLLM}.speculative-config"
+_OF_ROLLOUT = {field.name: field.name for field in fields(RolloutConfig)} | {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "enable_expert_parallel": "expert_parallel_size",
+}
+"""by vLLM's name of an argument, the key of ``rollout`` from which verl sets it"""
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
@@ -89,7 +94,10 @@ _ENGINES = (
             ),
         ),
     ),
-    *where("trainer.device=cpu", only(_DRAFTS, None, "vLLM's draft proposers change the sampled tokens on a CPU")),
+    *where(
+        "trainer.device=cpu",
+        *(only(key, None, "vLLM's draft proposers change the sampled tokens on a CPU") for key in _DRAFTS),
+    ),
     # The recipe has parts of its own there.
     Rule(
         "rollout.agent.agent_loop_manager_class",
@@ -254,7 +262,6 @@ _PARTIAL_ROLLOUT = (
             )
             for name in ("logits_processors", "logits-processors")
         ),
-        one_of(f"{CORRECTION}.rollout_is", (None, *WeightGranularity)),
         *where(
             lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,
             one_of(
@@ -262,13 +269,6 @@ _PARTIAL_ROLLOUT = (
                 (None, WeightGranularity.GEOMETRIC, WeightGranularity.SEQUENCE),
                 "the loss has one ratio for each sequence",
             ),
-        ),
-        Rule(
-            f"{CORRECTION}.rollout_is_threshold",
-            lambda v, _: keeps_on_policy_tokens(v),
-            # hydra reads 0.5_5 as the number 0.55.
-            "at least 1, or lower_upper as text in quotes, such as '0.5_5.0'",
-            "one number caps the weights; of two, which must have 1 between them, tokens outside are masked",
         ),
     ),
     # where the engines run
@@ -305,7 +305,7 @@ _PARTIAL_ROLLOUT = (
         ),
         Rule(
             "model.lora.merge",
-            lambda v, c: v or not (at(c, "model.lora_rank") or at(c, "model.lora.rank")),
+            lambda v, c: v or not lora_rank(c),
             "True",
             "the transfer takes whole weights, no adapters",
         ),
@@ -351,8 +351,8 @@ WARNINGS = (
 def _engine_keys(config: DictConfig) -> Iterator[Rule]:
     """A rule for each of vLLM's arguments that overrides a key of ``rollout``, which other rules and the recipe read."""
     for name in at(config, _VLLM) or {}:
-        key = str(name).replace("-", "_")
-        if key in _OF_ROLLOUT:
+        # vLLM takes --no-enable-prefix-caching for a False.
+        if key := _OF_ROLLOUT.get(str(name).replace("-", "_").removeprefix("no_")):
             yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, "must be null", f"set {full(f'rollout.{key}')}")
 
 

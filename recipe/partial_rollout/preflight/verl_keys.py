@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -75,6 +75,8 @@ VALUES: dict[str, Any] = {
     "data.val_batch_size": FromOne | None,
     "data.max_prompt_length": FromOne,
     "data.max_response_length": FromOne,
+    "data.train_max_samples": int,
+    "data.val_max_samples": int,
     "data.dataloader_num_workers": Whole | None,
     "data.seed": int | None,
     "algorithm.gamma": _Share,
@@ -125,12 +127,14 @@ _MOVED = {
     "critic.grad_clip": "reads critic.optim.clip_grad instead",
     "data.sampler": "does not read it",
     "actor_rollout_ref.actor.freeze_vision_tower": "does not read it",
+    "actor_rollout_ref.actor.qat.enable": "reads that of actor_rollout_ref.actor.fsdp_config or .megatron instead",
+    "actor_rollout_ref.actor.use_rollout_log_probs": "does not read it",
     "actor_rollout_ref.rollout.do_sample": "does not read it",
+    "actor_rollout_ref.rollout.over_sample_rate": "does not read it",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": "reads actor_rollout_ref.rollout.n instead",
     "actor_rollout_ref.rollout.repetition_penalty": "samples with 1.0 whatever it says",
 }
 """keys that verl does not read, or no longer, each with the end of its error message"""
-_LACKING = {"actor_rollout_ref.rollout.repetition_penalty": 1.0}
-"""defaults of those keys of ``_MOVED`` that only verl's dataclasses declare"""
 _UNREAD = {
     "data.reward_fn_key": "reads the column data_source alone",
     "data.tokenizer": "reads actor_rollout_ref.model.tokenizer_path instead",
@@ -187,19 +191,18 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
         key.
     """
     known = known if isinstance(known, Mapping) else {}
-    names = [*known, *(_fields(node[_TARGET]) if _TARGET in node else ())]
+    known = {**(_fields(node[_TARGET]) if _TARGET in node else {}), **known}
     for name, value in node.items():
         at, default = f"{path}{name}", known.get(name)
         if at in _OPEN or name == _TARGET:
             continue
         own = free and at.startswith(free)
         if why := _MOVED.get(at) or (not own and _UNREAD.get(at)):
-            default = _LACKING.get(at, default)
             if value not in (default, None, {}):
                 words = f"must stay at verl's default, {default}, because verl {verl.__version__} {why}"
                 raise fail(at, value, words)
             continue
-        if name not in names and not own and (near := get_close_matches(str(name), names, 1, _ALIKE)):
+        if name not in known and not own and (near := get_close_matches(str(name), known, 1, _ALIKE)):
             raise fail(at, value, f"no such key; did you mean {path}{near[0]}?")
         if kind := VALUES.get(at) or _number(default):
             checked(at, value, Key(default=None, words="", kind=kind))
@@ -209,9 +212,9 @@ def _check(node: Mapping[Any, Any], known: Any, path: str = "", *, free: str | N
             _check(value, default, f"{at}.", free=free)
 
 
-def _fields(target: str) -> list[str]:
-    """Names of the fields of verl's dataclass ``target``; its file of defaults may lack some of them."""
-    return [field.name for field in fields(get_class(target))]
+def _fields(target: str) -> dict[str, Any]:
+    """Fields of verl's dataclass ``target`` with their defaults; its file of defaults may lack some of them."""
+    return {field.name: None if field.default is MISSING else field.default for field in fields(get_class(target))}
 
 
 def _number(default: Any) -> Any:

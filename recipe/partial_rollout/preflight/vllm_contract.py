@@ -102,6 +102,9 @@ vllm.v1.core.sched.scheduler:Scheduler <- vllm_plugin
     calls: _preempt_request(request, timestamp) reset_prefix_cache(reset_running_requests, reset_connector) schedule()
 vllm.v1.core.sched.output:SchedulerOutput <- vllm_plugin
     has: preempted_req_ids
+# names of LoRA adapters
+vllm.model_executor.models.utils <- vllm_plugin
+    has: WeightsMapper
 # tokens in pieces
 vllm.v1.core.sched.scheduler:Scheduler <- piecewise_scheduler
     calls: update_from_output(scheduler_output, model_runner_output) has_finished_requests()

@@ -8,6 +8,7 @@ or of a whole validation, are known.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -123,6 +124,19 @@ def per_sample(infos: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """
     rest = {key: values for key, values in infos.items() if key != REWARD_INFO and (key != SAMPLE_ERROR or any(values))}
     return {**{key: column.tolist() for key, column in info_columns(infos.get(REWARD_INFO, [])).items()}, **rest}
+
+
+def writable(value: Any) -> Any:
+    """Return ``value``, or its ``ascii`` where verl cannot write it: a lone surrogate has no UTF-8, a tuple is no key.
+
+    >>> writable({"a": [1]}), writable({(1, 2): 3})
+    ({'a': [1]}, '{(1, 2): 3}')
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except (TypeError, ValueError, RecursionError):
+        return ascii(value)
+    return value
 
 
 def averaged(infos: dict[str, list[Any]], data_sources: Sequence[Any]) -> dict[str, list[Any]]:

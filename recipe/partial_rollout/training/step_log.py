@@ -16,7 +16,7 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from recipe.partial_rollout.config.settings import PartialRolloutConfig
+from recipe.partial_rollout.config.settings import PartialRolloutConfig, lora_rank
 from recipe.partial_rollout.records.metrics import HELD_OUT, KL, length_sigmas, overview
 from recipe.partial_rollout.records.run_log import Round
 from recipe.partial_rollout.terminal import bars, say
@@ -35,6 +35,8 @@ PICTURES_EVERY = 10
 """steps from one pair of pictures (timeline of the round, response lengths) to the next"""
 _FACTOR, _FLOOR, _FIRST = 10.0, 0.002, 5
 """``PolicyDrift`` warns above _FACTOR times the median of earlier steps and above _FLOOR nats, after _FIRST steps"""
+_MISMATCH = 0.1
+"""``mismatch`` warns above so many nats a token; bfloat16 and quantised engines stay far below"""
 _WATCHED = ("actor/", "critic/", "rollout_corr/")
 """prefixes of verl's metrics (losses, gradients, rewards, advantages, divergences) that ``not_finite`` checks"""
 
@@ -85,7 +87,7 @@ class StepLog:
         self._bar.update(step - self._bar.n)
         # The manager counts over all processes of the run; a step without its metric keeps the last one.
         self._discarded = int(data.get(f"{FILTER}/groups_total", self._discarded))
-        warnings = [not_finite(data, step), self._scores_differ(data, step)]
+        warnings = [not_finite(data, step), mismatch(data, step), self._scores_differ(data, step)]
         if self._settings.enable:
             warnings.append(self._drift.observe(data, step))
         for warning in filter(None, warnings):
@@ -194,7 +196,7 @@ def last_lines(config: DictConfig, step: int) -> str:
         f"{tools} audit {quote(str(run_dir))}": config.partial_rollout.enable,
         f"{merge} --local_dir {quote(str(weights))} --target_dir {quote(str(run_dir / 'model'))}": weights.is_dir()
         # Of adapters it makes the base model.
-        and not config.actor_rollout_ref.model.get("lora_rank"),
+        and not lora_rank(config),
     }
     next_ones = [command for command, applies in commands.items() if applies]
     return "\n  ".join([f"finished after step {step}: the run is in {run_dir}. Next:", *next_ones])
@@ -241,6 +243,19 @@ def not_finite(data: Mapping[str, Any], step: int) -> str | None:
         f"warning: step {step} has metrics that are not finite: {', '.join(broken)}. FSDP skips an update whose gradient "
         f"is not finite; Megatron applies it, which spoils the weights. Look at the rewards and log-probs of this batch. "
         f"If it recurs, resume an earlier checkpoint"
+    )
+
+
+def mismatch(data: Mapping[str, Any], step: int) -> str | None:
+    """Return a warning if engine and trainer disagree in step 1, whose samples are all of the weights that they share."""
+    kl = float(data.get(KL, nan))
+    if step != 1 or not kl > _MISMATCH:
+        return None
+    return (
+        f"warning: engine and trainer give the samples of step 1 different log-probs ({KL} {kl:.2g}), though their weights "
+        "are the same: they do not compute the same model. Compare what only one of them gets, such as "
+        "actor_rollout_ref.model.override_config and actor_rollout_ref.rollout.engine_kwargs, and try "
+        "actor_rollout_ref.model.use_remove_padding=False"
     )
 
 

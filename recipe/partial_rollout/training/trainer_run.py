@@ -40,7 +40,7 @@ from recipe.partial_rollout.rollout.run_files import RunFiles
 from recipe.partial_rollout.rollout.stop import StopSignals, StopTraining
 from recipe.partial_rollout.terminal import say
 from recipe.partial_rollout.training import loss
-from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample
+from recipe.partial_rollout.training.reward_info import averaged, colocated_scores, per_sample, writable
 from recipe.partial_rollout.training.step_log import StepLog, last_lines
 from recipe.partial_rollout.training.trackers import open_run
 from recipe.partial_rollout.training.weight_transfer import RecipeCheckpointManager
@@ -392,8 +392,9 @@ class TrainerRun(_VerlsTrainer):
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
     ) -> None:
-        infos = per_sample(reward_extra_infos_dict)
-        super()._dump_generations(inputs, outputs, gts, scores, infos, dump_path)
+        # Without this, a value that cannot be written would end the training at the next dump.
+        infos = {key: [*map(writable, values)] for key, values in per_sample(reward_extra_infos_dict).items()}
+        super()._dump_generations(inputs, outputs, [*map(writable, gts)], scores, infos, dump_path)
 
     def _note_training(self) -> None:
         """Write the training phase of the last round to the log, once a round: from the end of the round until now."""

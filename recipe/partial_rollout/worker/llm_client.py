@@ -281,17 +281,21 @@ class PartialRolloutLLMClient(ObservedLLMClient):
                         raise
                     # Ask again: `take` chooses a living replica.
                     continue
-                for segment in self._segments(last, budget - len(done)):
-                    # A stop string in an earlier version's tokens ends the turn, and what follows it is dropped.
-                    if not turn.complete:
-                        sample.add(turn, stops.end(segment) if stops else segment)
-                if not turn.complete:
-                    sample.affinity.resumes = True
-                    if not self._keeps_kv:
-                        # The replica's cache is emptied with its weights, so the sample may resume anywhere.
-                        sample.affinity.replica = None
-                    self.claims.release_slot(sample)
+                self._book(sample, turn, self._segments(last, budget - len(done)), stops)
         return last
+
+    def _book(self, sample: LiveSample, turn: Turn, segments: list[Segment], stops: StopStrings | None) -> None:
+        """Add a call's ``segments`` to ``turn``, up to a stop string. If the turn is incomplete, release the slot."""
+        for segment in segments:
+            # A stop string in an earlier version's tokens ends the turn, and what follows it is dropped.
+            if not turn.complete:
+                sample.add(turn, stops.end(segment) if stops else segment)
+        if not turn.complete:
+            sample.affinity.resumes = True
+            if not self._keeps_kv:
+                # The replica's cache is emptied with its weights, so the sample may resume anywhere.
+                sample.affinity.replica = None
+            self.claims.release_slot(sample)
 
     def _budget(self, prompt: int, params: dict[str, Any]) -> int:
         """Return how many tokens an uninterrupted call could generate (the rule of ``vLLMHttpServer.generate``)."""

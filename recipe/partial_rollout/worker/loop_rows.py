@@ -67,8 +67,8 @@ def misfit(
         vocabulary: number of token ids that the model knows.
         rollout: verl's section, which has the limits of prompts and responses.
         media: ``placeholders`` of the model.
-        needs_log_probs: whether a row that trains tokens must have log-probs. Where one row lacks them, verl breaks, or
-            trains the whole batch without them.
+        needs_log_probs: whether a row that trains tokens must have log-probs, because ``rollout_correction`` reads them.
+            Where one row lacks them, verl breaks, or trains the whole batch without the correction.
     """
     prompt, response, log_probs = len(output.prompt_ids), len(output.response_ids), output.response_logprobs
     if prompt > rollout.prompt_length:
@@ -86,7 +86,7 @@ def misfit(
         return f"{response} tokens with a mask of {len(output.response_mask)}"
     # An empty list says that there are none, as in verl's own loops.
     if not log_probs and needs_log_probs and any(output.response_mask):
-        return f"{response} tokens without log-probs (actor_rollout_ref.rollout.calculate_log_probs=True)"
+        return f"{response} tokens without the log-probs that algorithm.rollout_correction reads"
     if log_probs and len(log_probs) != response:
         return f"{response} tokens with {len(log_probs)} log-probs"
     if log_probs and np.isnan(np.asarray(log_probs, dtype=np.float32)).any():

@@ -200,7 +200,8 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Run a sample as verl's worker does, but retry an agent loop or a reward that fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
-        needs = self.rollout_config.calculate_log_probs and not trajectory["validate"]
+        correction = self.config.algorithm.rollout_correction
+        needs = not trajectory["validate"] and bool(correction.rollout_is or correction.rollout_rs)
         run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs, needs_log_probs=needs)
         with rollout_trace_attr(
             step=trajectory["step"],

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig, get_peft_model
 
 from recipe.partial_rollout.config.keys import fail
-from recipe.partial_rollout.config.settings import engine_devices, trainer_devices
+from recipe.partial_rollout.config.settings import engine_devices, lora_rank, trainer_devices
 from recipe.partial_rollout.preflight.inputs import weight_bytes, without_weights
 
 GIB = 1 << 30
@@ -48,10 +48,11 @@ class ModelSize(NamedTuple):
         head = getattr(trained, "get_output_embeddings", lambda: None)()
         if head is None:
             return None
-        if model.lora_rank > 0:
-            given: Any = model.target_modules
+        if rank := lora_rank(config):
+            # Megatron fuses some layers, and has other names for them.
+            given: Any = model.target_modules if model.lora_rank else "all-linear"
             targets = given if isinstance(given, str) else list(given)
-            adapters = LoraConfig(task_type="CAUSAL_LM", r=model.lora_rank, target_modules=targets)
+            adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=targets)
             with torch.device("meta"):
                 trained = get_peft_model(trained, adapters)
         counts = [(each.numel(), each.requires_grad) for each in trained.parameters()]
