@@ -201,6 +201,7 @@ VERLS_MISTAKES = {
     "data.tokenizer=/mine": "verl's default, None, because verl 0.9.1 reads actor_rollout_ref.model.tokenizer_path instead",
     "data.truncation=left": "verl's default, error, because verl 0.9.1 cuts no prompt",
     f"+{ROLLOUT}.checkpoint_manager_class=my.Own": "null: the recipe has its own",
+    f"+{ROLLOUT}.engine_kwargs.vllm.mm-processor-kwargs.a=1": "must be null: data.mm_processor_kwargs reaches the trainer",
     # what would train something else
     f"{ACTOR}.optim.clip_grad=0.0": "a number above 0",
     "actor_rollout_ref.model.custom_chat_template=/models/mine/chat_template.jinja": "the template itself (Jinja text)",
@@ -301,6 +302,7 @@ UNDECLARED = (
     *("model_engine", "trainer.remove_previous_ckpt_in_save", f"{ROLLOUT}.checkpoint_manager_class"),
     f"{ACTOR}.megatron.router_replay.mode",
     *(f"{VLLM}.{name}" for sign in "_-" for name in (f"logits{sign}processors", f"speculative{sign}config")),
+    *(f"{VLLM}.mm{sign}processor{sign}kwargs" for sign in "_-"),
 )
 """keys that verl reads without declaring them for FSDP"""
 

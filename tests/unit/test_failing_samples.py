@@ -21,6 +21,7 @@ from recipe.partial_rollout.manager.types import RolloutFailedError
 from recipe.partial_rollout.training.agent_loop_manager import ObservedAgentLoopManager
 from recipe.partial_rollout.training.reward_info import objects, spread_infos
 from recipe.partial_rollout.waits import InfraError
+from recipe.partial_rollout.worker.loop_rows import misfit
 from recipe.partial_rollout.worker.observed import ObservedAgentLoopWorker
 from recipe.partial_rollout.worker.rewards import REWARD_INFO, RewardError
 from tests.unit.loop_life import output_of
@@ -56,7 +57,7 @@ def reward_worker(function):
     return made
 
 
-def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, corrects=True):
+def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, corrects=True, processor=None):
     """verl's set-up alone, from its configuration."""
     made = object.__new__(ObservedAgentLoopWorker)
     rollout = {**dict.fromkeys(("temperature", "top_p", "top_k"), 1.0), "prompt_length": P, "response_length": R}
@@ -70,7 +71,8 @@ def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, co
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts
     scoring = None if handles is None else SimpleNamespace(remote=reward_worker(function).compute_score)
     made.reward_loop_worker_handles = scoring and [SimpleNamespace(compute_score=scoring)]
-    for name in ("processor", "llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):
+    made.processor = processor
+    for name in ("llm_client", "hf_model_type", "dataset_cls", "mm_processor_kwargs"):
         setattr(made, name, None)
     made.distillation_enabled = False
     return made
@@ -227,6 +229,57 @@ def test_row_that_fits_no_batch_is_left_out_or_ends_nopr(monkeypatch, words):
     assert Loop.runs == 4, "it is tried again"
     with pytest.raises(ValueError, match=said):
         generated(flaky(), rows(2, 3))
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_text_with_the_token_of_an_image_costs_its_sample(monkeypatch, kind):
+    """verl makes positions of it, and fails; with a loop that scores itself this ended a validation."""
+    sees = SimpleNamespace(get_rope_index=None, image_token_id=62, video_token="<|video_pad|>")
+    sees.tokenizer = SimpleNamespace(convert_tokens_to_ids={"<|video_pad|>": 63}.get)
+    token = {"image": 62, "video": 63}[kind]
+    shown = output_of([1], [65, token], multi_modal_data={f"{kind}s": [object()]})
+    for output, media in ((shown, {62, 63}), (output_of([1], [65, token]), set())):
+        assert misfit(output, 1000, worker(None, handles=None).rollout_config, media=media) is None
+    run = Loop.run
+
+    async def looks(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        if row["uid"] == "uid0":
+            output.response_ids[-1], output.response_mask[-1], output.reward_score = token, 0, 1.0
+        return output
+
+    monkeypatch.setattr(Loop, "run", looks)
+    monkeypatch.setattr(ObservedAgentLoopWorker, "_compute_multi_modal_inputs", lambda *_: {})
+    monkeypatch.setattr(ObservedAgentLoopWorker, "_compute_position_ids", lambda self, ids, mask, *_: mask)
+    output = generated(flaky(), rows(2, 3), validate=True, processor=sees)
+    check_left_out(output, f"prompt uid0 returned token {token}, which stands for an image or a video, but shows none")
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_sample_of_which_verl_makes_no_row_is_left_out_or_ends_nopr(monkeypatch, validate):
+    """As one whose image cannot be read."""
+    whole = ObservedAgentLoopWorker._compute_multi_modal_inputs
+
+    def reads(self, output, ids):
+        if output.prompt_ids[:1] == [9]:
+            raise FileNotFoundError("a.png")
+        return whole(self, output, ids)
+
+    run = Loop.run
+
+    async def shows(self, sampling_params, **row):
+        output = await run(self, sampling_params, **row)
+        if row["uid"] == "uid0":
+            output.prompt_ids, output.reward_score = [9, 2, 3], 1.0
+        return output
+
+    monkeypatch.setattr(Loop, "run", shows)
+    monkeypatch.setattr(ObservedAgentLoopWorker, "_compute_multi_modal_inputs", reads)
+    if validate:
+        check_left_out(generated(flaky(), rows(2, 3), validate=True), r"FileNotFoundError: a\.png")
+    else:
+        with pytest.raises(FileNotFoundError, match=r"a\.png"):
+            generated(flaky(), rows(2, 3))
 
 
 @pytest.mark.parametrize("corrects", [False, True])

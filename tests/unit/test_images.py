@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
+from PIL import Image, ImageOps
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -23,13 +23,15 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
 from recipe.partial_rollout.checkpoint.plain_state import pack, unpack
 from recipe.partial_rollout.checkpoint.row_images import closed_row, digest, opened_row, png
 from recipe.partial_rollout.config.keys import ConfigError
 from recipe.partial_rollout.manager.policies import masked_output
 from recipe.partial_rollout.manager.types import Segment, TakenGroup
-from recipe.partial_rollout.preflight.rows import check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.rows import check_left_out, check_rows, dataset_of, file_rows
+from recipe.partial_rollout.preflight.verl_keys import check_verl_keys
 from recipe.partial_rollout.records.run_log import prompt_identity
 from recipe.partial_rollout.training.agent_loop_manager import assemble_batch
 from recipe.partial_rollout.training.batch_images import add_images
@@ -46,9 +48,10 @@ def opened(*images, file=True, text="?"):
     """A row as verl's dataset gives it: one list of messages in two columns, with opened images."""
     parts = []
     for image in images:
-        data = file_of(image)
-        parts.append({"type": "image", "bytes": data, "path": None} if file else {"type": "image"})
-        parts[-1]["image"] = Image.open(io.BytesIO(data)) if file else image
+        parts.append({"type": "image", "image": image})
+        if file:
+            data = file_of(image)
+            parts[-1] |= {"image": Image.open(io.BytesIO(data)), "bytes": data, "path": None}
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     return {"prompt": messages, "raw_prompt": messages, "index": 3, "data_source": "colours"}
 
@@ -69,6 +72,65 @@ def test_row_is_saved_and_sent_as_files_with_the_same_pixels_and_identity(file):
     assert "image" not in shut["raw_prompt"][0]["content"][0] and len(shown(row)) == 2
     assert prompt_identity(row) == prompt_identity(deepcopy(row)) == prompt_identity(shut)
     assert prompt_identity(row) != prompt_identity(opened(picture("r"), picture("b", 96), file=file))
+
+
+def inverted(image):
+    return ImageOps.invert(image.convert("RGB"))
+
+
+def draws(image):
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    return image
+
+
+CHANGES = {
+    "none": (lambda image: image, "PNG", True),
+    "none, and its pixels were read": (lambda image: image.load() and image, "WEBP", True),
+    "another image": (inverted, "PNG", False),
+    "the file's own object": (draws, "PNG", False),
+    "a smaller draft": (lambda image: image.draft("RGB", (8, 8)) and image, "JPEG", False),
+    "another frame": (lambda image: image.seek(1) or image, "GIF", False),
+}
+
+
+@pytest.mark.parametrize(("change", "kind", "same"), CHANGES.values(), ids=CHANGES)
+def test_row_is_closed_as_its_dataset_class_left_it(change, kind, same):
+    """verl's keeps the file beside the image, and a class of one's own may change the image."""
+    data = io.BytesIO()
+    picture("b").save(data, kind, **({"save_all": True, "append_images": [picture("g")]} if kind == "GIF" else {}))
+    part = {"type": "image", "bytes": data.getvalue(), "image": change(Image.open(data))}
+    shut = closed_row({"raw_prompt": [{"role": "user", "content": [part]}]})
+    (back,), (closed_part,) = shown(opened_row(shut)), shut["raw_prompt"][0]["content"]
+    assert back.size == part["image"].size and back.convert("RGB").tobytes() == part["image"].convert("RGB").tobytes()
+    assert (closed_part["bytes"] == data.getvalue()) == same
+
+
+ALL_MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F"]
+
+
+def in_mode(image, mode):
+    """``image`` in any of Pillow's modes, by way of one from which it converts."""
+    steps = {"PA": "LA", "RGBa": "RGBA", "I;16": "I"}
+    return image.convert(steps.get(mode, "RGB")).convert(mode)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_image_of_any_mode_is_closed_with_the_pixels_that_models_see(mode):
+    image = in_mode(Image.radial_gradient("L"), mode)
+    (back,) = shown(opened_row(closed_row(opened(image, file=False))))
+    # As verl's, vLLM's and the processors' code.
+    assert back.convert("RGB").tobytes() == image.convert("RGB").tobytes()
+    assert png(back) == png(image)
+
+
+def test_digest_tells_modes_and_palettes_apart():
+    flat = [Image.new(mode, (4, 4)) for mode in ("RGB", "HSV", "LAB", "YCbCr", "RGBA", "CMYK")]
+    palettes = [Image.new("P", (4, 4)) for _ in range(2)]
+    palettes[0].putpalette([255, 0, 0])
+    palettes[1].putpalette([0, 0, 255])
+    marks = [digest(image) for image in [*flat, *palettes]]
+    assert len({*marks}) == len(marks)
+    assert digest(np.asarray(flat[0])) == marks[0], "an engine takes arrays, too"
 
 
 def test_row_without_images_stays_the_same_object():
@@ -166,6 +228,19 @@ def test_sample_with_too_few_tokens_for_its_images_fails_by_itself(vlm, output):
     for images in (own[:1], [*own, picture("b")]):
         with pytest.raises(RuntimeError, match="tokens of the sample stand for images"):
             vlm.pictures.check(sample, images)
+    more = replace(sample, response_ids=np.array([20, get_processor_token_id(vlm.pictures.processor, "video"), 2]))
+    with pytest.raises(RuntimeError, match="1 tokens of the sample stand for a video"):
+        vlm.pictures.check(more, own)
+
+
+def test_images_that_a_loop_had_processed_in_another_way_fail_its_sample(vlm, output):
+    """The trainer would process them as the configuration says."""
+    row = opened(picture("r"))
+    sample, own = replace(output(3), prompt_ids=prompt_of(vlm, row)), asyncio.run(vlm.pictures.of_row(row))
+    vlm.pictures.check(sample, own, {})
+    said = r"mm_processor_kwargs=.*do_normalize.* beside the images of the sample: .*data\.mm_processor_kwargs=\{\}"
+    with pytest.raises(ValueError, match=said):
+        vlm.pictures.check(sample, own, {"do_normalize": False})
 
 
 @pytest.mark.parametrize(("given", "said"), [({"videos": ["v"]}, "videos"), ({"images": ["a.png"]}, "not PIL.Image")])
@@ -177,6 +252,9 @@ def test_media_that_are_not_trained_are_named(given, said):
         images_in(output, "0/0#0")
     output.multi_modal_data = {"images": [picture("r")], "videos": None, "audios": []}
     assert len(images_in(output, "0/0#0")) == 1
+    for images in (picture("r"), (picture("r"),)):
+        output.multi_modal_data = {"images": images}
+        assert len(images_in(output, "0/0#0")) == 1
 
 
 # -- before Ray starts ---------------------------------------------------------------------------------------------------
@@ -227,6 +305,35 @@ def test_other_media_and_models_are_refused_under_partial_rollout_alone(check, v
         with pytest.raises(ConfigError, match=words):
             check(rows, UNFILTERED, processor=processor)
         assert len(check(rows, UNFILTERED, processor=processor, enable=False)) == 1
+
+
+def test_rows_that_verls_filter_leaves_out_by_a_mistake_of_its_own_are_refused(
+    vlm, tmp_path, resolved_config, monkeypatch
+):
+    """Its worker processes do not have what a class of one's own inherits."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file, own = tmp_path / "rows.parquet", tmp_path / "own.py"
+    pd.DataFrame([row(i, "r") for i in range(2)]).to_parquet(file)
+    own.write_text("from verl.utils.dataset.rl_dataset import RLHFDataset\n\nclass Own(RLHFDataset):\n    pass\n")
+    given = f"data.train_files={file}", f"data.custom_cls.path={own}", "data.custom_cls.name=Own"
+    config = resolved_config("quickstart_cpu", *given, "data.max_prompt_length=64")
+    parts = config, "train", vlm.pictures.tokenizer, vlm.pictures.processor
+    without = {"filter_overlong_prompts_workers": None}
+    check_verl_keys(resolved_config("quickstart_cpu", "data.filter_overlong_prompts_workers=null"))
+    assert len(dataset_of(*parts, **without)) == 2
+    dataset = dataset_of(*parts)
+    assert len(dataset) == 0
+    with pytest.raises(ConfigError, match=r"^data\.filter_overlong_prompts_workers=1: null .*data\.custom_cls"):
+        check_left_out(config, dataset, "train", *parts[2:])
+
+
+def test_image_that_cannot_be_saved_is_refused_by_its_row(vlm, resolved_config):
+    """Of a loop of the user's own, for whose rows no pixels are made before."""
+    own = "trainer.save_freq=5", "actor_rollout_ref.rollout.agent.default_agent_loop=mine"
+    rows = [opened(picture("r"), file=False), opened(picture("r").convert("LA").convert("La"), file=False)]
+    config, processor = resolved_config("quickstart_cpu", *own), vlm.pictures.processor
+    with pytest.raises(ConfigError, match=r"^data\.train_files=.*; row 1 has an image .*conversion from La"):
+        check_rows(config, settings_of(enable=True), rows, "data.train_files", processor)
 
 
 def test_package_that_reads_images_is_named_before_every_row_is_left_out(check, monkeypatch):

@@ -7,10 +7,12 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
+from PIL import Image
 from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.partial_rollout import waits
+from recipe.partial_rollout.checkpoint.row_images import digest
 from recipe.partial_rollout.manager.types import Segment
 from recipe.partial_rollout.tasks.clock10.tokenizer import build_tokenizer
 from recipe.partial_rollout.waits import InfraError
@@ -179,6 +181,14 @@ def test_parameter_that_would_not_survive_an_interruption_is_refused(engine):
     assert engine.asked == []
     off = {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "repetition_penalty": 1.3, "seed": -1}
     assert generate(client_of(), live_sample(), **off).token_ids == [5]
+
+
+@pytest.mark.parametrize("given", [lambda image: image, lambda image: [image], lambda image: (image,), np.asarray])
+def test_call_may_show_an_image_in_any_form_that_the_engine_takes(engine, given):
+    image, sample = Image.new("RGB", (4, 4)), live_sample()
+    engine.answers = [tokens(5)]
+    call = client_of().generate_turn(sample, prompt_ids=[1], sampling_params={}, image_data=given(image))
+    assert asyncio.run(call).token_ids == [5] and sample.turns[0].images == (digest(image),)
 
 
 def text(letters):

@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool
 
 from recipe.partial_rollout.manager.types import Lease, RolloutFailedError
 from recipe.partial_rollout.waits import InfraError
@@ -257,6 +259,30 @@ def test_tool_that_hangs_fails_its_sample_and_is_no_answer_in_verls_loop(where):
         setattr(tool, where, hangs)
     with pytest.raises(TimeoutError, match=r"tool add .* sample 0/0#0 within 0\.1 s: .*tool_timeout_s"):
         run(tool, 0.1)
+
+
+class Counter(BaseTool):
+    """Counts the uses that a loop tells it of."""
+
+    limit = 3
+
+    def __init__(self):
+        super().__init__({}, tool_schema("add"))
+        self.uses = 0
+
+
+async def test_tool_of_a_loop_is_to_it_what_it_is_under_verl():
+    def add(a):
+        return a + 1
+
+    tools = function("add", add), Counter()
+    plain, counter = timed([*tools], SampleClock("sample 0/0#0"), 5.0, print)
+    assert isinstance(plain, FunctionTool) and not isinstance(counter, FunctionTool)
+    assert (plain.fn(1), plain.is_async, await plain.call({"a": 1})) == (2, False, 2)
+    assert isinstance(counter, Counter) and isinstance(counter, BaseTool) and counter.limit == 3
+    counter.uses += 1
+    assert counter.uses == tools[1].uses == 1 and copy.deepcopy(counter) is counter
+    assert (await counter.execute("1", {}))[0].text == "Updated the tool state."
 
 
 def test_tools_own_timeout_is_its_answer_and_is_noted():

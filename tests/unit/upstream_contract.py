@@ -125,7 +125,6 @@ verl.experimental.reward_loop.reward_manager.base:RewardManagerBase <- reward_wo
 verl.tools.base_tool:BaseTool <- live_sample workspace
     has: __init__ create execute release
 verl.tools.function_tool:FunctionTool <- live_sample
-    has: fn is_async
     calls: call(parameters)
 verl.trainer.ppo.rollout_corr_helper <- loss rule behaviour_weights
     has: SAFETY_BOUND

@@ -6,7 +6,8 @@ megapixel for each sample. A closed row has the bytes of image files instead. A 
     {"type": "image", "image": <image>, "bytes": <its file>, "path": None}  ->  the same without "image"
     {"type": "image", "image": <image>}                                     ->  {"type": "image", "bytes": <as PNG>}
 
-An image that the row names by its path or address stays as it is.
+A dataset class may change the image and leave the file beside it; then the image becomes the file. An image that the row
+names by its path or address stays as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.ImageFile import ImageFile
 
 MESSAGES = "raw_prompt"
 """column of verl's dataset with the messages of the prompt"""
+_PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "I;16"}
+"""modes of PIL that a PNG file keeps"""
 _SAME = (MESSAGES,)
 """in a closed row, the value of another column with the same list of messages; verl's dataset has two such columns"""
 
@@ -86,7 +90,20 @@ def _close(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] != "image" or not isinstance(image, Image.Image):
         return part
     rest = {key: value for key, value in part.items() if key != "image"}
-    return {**rest, "bytes": rest.get("bytes") or png(image)}
+    data = rest.get("bytes")
+    return {**rest, "bytes": data if _is_of(image, data) else png(image)}
+
+
+def _is_of(image: Image.Image, data: Any) -> bool:
+    """Whether ``image`` is that of the file ``data``."""
+    if not isinstance(data, bytes):
+        return False
+    file = opened(data)
+    # Of an image that nobody has read yet, Pillow lists what is to be read. Then no pixel need be decoded.
+    source, unread = getattr(image, "fp", None), getattr(image, "tile", None)
+    if unread and unread == file.tile and isinstance(source, BytesIO) and source.getvalue() == data:
+        return True
+    return digest(image) == digest(file)
 
 
 def _open(part: dict[str, Any]) -> dict[str, Any]:
@@ -97,19 +114,30 @@ def _open(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def png(image: Image.Image) -> bytes:
-    """Return ``image`` as the bytes of a PNG file, which keeps every pixel's value."""
+    """Return ``image`` as the bytes of a PNG file, which keeps every pixel's value.
+
+    A mode that PNG lacks becomes RGB, as the code of verl, vLLM and the processors would make it.
+    """
     file = BytesIO()
+    image = image if image.mode in _PNG_MODES else image.convert("RGB")
     # The lowest level takes a third of the time for a few percent more bytes.
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def opened(data: bytes) -> Image.Image:
+def opened(data: bytes) -> ImageFile:
     """The image of a file; its pixels are decoded once they are read."""
     return Image.open(BytesIO(data))
 
 
+def listed(images: Any) -> list[Any]:
+    """``images`` as an agent loop may give them: in a list or a tuple, one alone, or None for none."""
+    return [*images] if isinstance(images, list | tuple) else [] if images is None else [images]
+
+
 def digest(image: Any) -> bytes:
-    """Digest of the pixels of ``image``, of PIL or an array."""
-    pixels = np.asarray(image)
-    return hashlib.blake2b(f"{pixels.shape} {pixels.dtype}".encode() + pixels.tobytes(), digest_size=16).digest()
+    """Digest of the mode and the pixels of ``image``, of PIL or an array, which counts as RGB."""
+    mode = getattr(image, "mode", "RGB")
+    # The pixels of these are places in a palette.
+    pixels = np.asarray(image.convert("RGBA") if mode in ("P", "PA") else image)
+    return hashlib.blake2b(f"{mode} {pixels.shape} {pixels.dtype}".encode() + pixels.tobytes(), digest_size=16).digest()

@@ -19,6 +19,7 @@ import pyarrow.parquet
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tokenizer.chat_template import apply_chat_template
 from verl.utils.tokenizer.tokenizer import build_multimodal_processor_inputs
 
@@ -137,8 +138,10 @@ def _check_arrays(key: str, value: Any, number: int, row: Mapping[str, Any]) -> 
 
 def _check_saved(key: str, value: Any, number: int, row: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for a column of row ``number`` that no checkpoint can hold."""
+    with refusing(key, value, f"rows whose images can be saved as PNG files; row {number} has an image that cannot"):
+        closed = closed_row(row)
     try:
-        pack({column: each for column, each in closed_row(row).items() if not isinstance(each, torch.Tensor)})
+        pack({column: each for column, each in closed.items() if not isinstance(each, torch.Tensor)})
     except UnsaveableError as error:
         raise fail(key, value, f"row {number}, column {error} {UNSAVED_REMEDY}") from None
 
@@ -150,17 +153,16 @@ def check_left_out(config: DictConfig, dataset: Any, split: str, tokenizer: Any,
     dataset from which rows are left out is loaded again, without the filter.
 
     Raises:
-        ConfigError: for the first such row; it gives the row's number in the files.
+        ConfigError: for the first such row; it gives the row's number in the files. Or because the filter itself fails
+            (``_check_filter``).
     """
     table, key = getattr(dataset, "dataframe", None), f"data.{split}_files"
     if not isinstance(table, datasets.Dataset) or len(table) == table.data.num_rows:
         return
-    whole, kept = (
-        dataset_of(config, split, tokenizer, processor, filter_overlong_prompts=False),
-        {*file_rows(dataset)},
-    )
-    numbers, renderer, seen = file_rows(whole), processor or tokenizer, 0
-    for i in _tried([i for i, number in enumerate(numbers) if number not in kept]):
+    whole = dataset_of(config, split, tokenizer, processor, filter_overlong_prompts=False)
+    numbers, kept, renderer, seen = file_rows(whole), {*file_rows(dataset)}, processor or tokenizer, 0
+    left = [i for i, number in enumerate(numbers) if number not in kept]
+    for i in _tried(left):
         words = f"{_wanted(config)}; row {numbers[i]} is not such a row, and verl would leave it out without a word"
         with refusing(key, at(config, key), words):
             row = whole[i]
@@ -169,11 +171,32 @@ def check_left_out(config: DictConfig, dataset: Any, split: str, tokenizer: Any,
                 seen += 1
             elif _is_rendered(config, row):
                 rendering_of(config, whole, row, renderer)
+    _check_filter(config, whole, left)
 
 
-def _tried(rows: Sequence[int]) -> list[int]:
-    """At most ``MOST_TRIED`` of ``rows``, at even distances."""
-    chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_TRIED)).astype(int)
+def _check_filter(config: DictConfig, dataset: Any, rows: Sequence[int]) -> None:
+    """Refuse a class of the user's if verl's filter fails on its rows in processes of its own, but not in this one.
+
+    A process lacks the methods that a class inherits if the class is of a file. The filter of a model that sees calls some.
+
+    Args:
+        dataset: without the filter.
+        rows: those that the filter left out of it.
+    """
+    if not rows or not config.data.custom_cls.path or not isinstance(dataset, RLHFDataset):
+        return
+    dataset.filter_overlong_prompts, dataset.num_workers = True, None
+    if len(dataset.maybe_filter_out_long_prompts(dataset.dataframe.select(_tried(rows, _SEEN)))):
+        key = "data.filter_overlong_prompts_workers"
+        words = (
+            "null with this class of data.custom_cls: in a process of its own verl's filter leaves out rows that fit"
+        )
+        raise fail(key, at(config, key), words)
+
+
+def _tried(rows: Sequence[int], most: int = MOST_TRIED) -> list[int]:
+    """At most ``most`` of ``rows``, at even distances."""
+    chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
     return [rows[i] for i in chosen]
 
 

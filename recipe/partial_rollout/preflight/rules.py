@@ -106,6 +106,10 @@ _ENGINES = (
     ),
     only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
     only("trainer.checkpoint_callback_class", None, "only verl's v1 calls it, and before the checkpoint is complete"),
+    *(
+        only(f"{_VLLM}.{name}", None, "data.mm_processor_kwargs reaches the trainer, too")
+        for name in ("mm_processor_kwargs", "mm-processor-kwargs")
+    ),
 )
 _PARTIAL_ROLLOUT = (
     # the recipe's keys, compared with each other

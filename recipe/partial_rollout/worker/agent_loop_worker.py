@@ -156,10 +156,10 @@ class PartialRolloutAgentLoopWorker(ObservedAgentLoopWorker):
                 return trained
             own = await self._pictures.of_row(sample.lease.row)
             rows = []
-            for output, shown, marks in zip(trained.rows, images, digests, strict=True):
+            for output, made, shown, marks in zip(outputs, trained.rows, images, digests, strict=True):
                 if shown:
-                    await asyncio.to_thread(self._pictures.check, output, shown)
-                rows.append(replace(output, images=kept(shown, marks, own)))
+                    await asyncio.to_thread(self._pictures.check, made, shown, output.mm_processor_kwargs)
+                rows.append(replace(made, images=kept(shown, marks, own)))
             return replace(rows[-1], earlier=tuple(rows[:-1]))
 
     async def _attempt(self, run_loop: AgentLoopCall, trajectory: dict[str, Any]) -> list[AgentLoopOutput]:

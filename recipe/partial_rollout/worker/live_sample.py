@@ -329,31 +329,28 @@ def timed(
         timeout_s: limit of one call, in seconds; None: no limit.
         record_error: called with each error that a tool raises; verl's tool loop shows it only to the model.
     """
-    return [_timed(tool, TimedTool(tool, clock, timeout_s, record_error)) for tool in tools]
-
-
-def _timed(tool: Any, bounded: TimedTool) -> Any:
-    if not isinstance(tool, FunctionTool):
-        return bounded
-
-    async def call(**parameters: Any) -> Any:
-        return await bounded.within(tool.call(parameters))
-
-    # verl's loop tells a function from a tool with a life cycle by its class.
-    return replace(tool, fn=call, is_async=True)
+    return [TimedTool(tool, clock, timeout_s, record_error) for tool in tools]
 
 
 class TimedTool(OneOfASample):
-    """Gives each ``create``, ``execute`` and ``release`` of a tool a deadline; everything else is the tool's own."""
+    """Stands for a tool, and gives each call of it a deadline.
+
+    Everything else is the tool's own: its class to ``isinstance``, its attributes, and those that a loop sets.
+    """
 
     def __init__(
         self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
     ) -> None:
-        super().__init__()
-        self._tool = tool
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._record_error = record_error
+        # By name, because an attribute that is set is the tool's.
+        vars(self).update(
+            _home=asyncio.get_running_loop(),
+            _tool=tool,
+            _clock=clock,
+            _timeout_s=timeout_s,
+            _record_error=record_error,
+            # The coroutines that verl's tool loop awaits.
+            _verbs=("call",) if isinstance(tool, FunctionTool) else ("create", "execute", "release"),
+        )
 
     @at_home
     async def within(self, call: Awaitable[T]) -> T:
@@ -380,9 +377,14 @@ class TimedTool(OneOfASample):
             self._clock.end(late)
             raise late from error
 
+    @property
+    def __class__(self) -> type:
+        """The tool's; verl's loop tells a function from a tool with a life cycle by it."""
+        return type(self._tool)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._tool, name, value)
+
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._tool, name)
-        # The coroutines of a tool that verl's tool loop awaits.
-        if name not in ("create", "execute", "release"):
-            return own
-        return lambda *args, **kwargs: self.within(own(*args, **kwargs))
+        return (lambda *args, **kwargs: self.within(own(*args, **kwargs))) if name in self._verbs else own

@@ -31,7 +31,7 @@ import numpy as np
 from verl.utils.tokenizer.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.partial_rollout.checkpoint.row_images import digest
+from recipe.partial_rollout.checkpoint.row_images import digest, listed
 from recipe.partial_rollout.config.settings import Correction, ResumeKV
 from recipe.partial_rollout.engine.hold import request_id_of, spans
 from recipe.partial_rollout.manager.types import Segment
@@ -231,7 +231,7 @@ class PartialRolloutLLMClient(ObservedLLMClient):
         known = sample.turns[-1].start + len(sample.turns[-1]) if sample.turns else 0
         prompt = np.asarray(prompt_ids, np.int32)
         context = context_hash(prompt).digest()
-        images = tuple(map(digest, kwargs.get("image_data") or ()))
+        images = tuple(map(digest, listed(kwargs.get("image_data"))))
         request_digest = digest_of(b"".join([context, *images]), sampling_params)
         turn = sample.start_turn(len(prompt), context, request_digest, unlike, images)
         last = await self._complete(sample, turn, prompt_ids, params, min(known, len(prompt)), kwargs)

@@ -5,12 +5,14 @@ verl joins the batches of its workers, which must have the same columns. Two sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
+from recipe.partial_rollout.checkpoint.row_images import listed
 from recipe.partial_rollout.worker.rewards import REWARD_INFO
 
 ROW = "__row__"
@@ -41,7 +43,21 @@ def rows_of(returned: Any, *, several: bool) -> list[AgentLoopOutput]:
     return returned
 
 
-def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any, *, needs_log_probs: bool = False) -> str | None:
+def placeholders(processor: Any) -> set[int]:
+    """Tokens that stand for an image or a video, in models for which verl computes positions of them."""
+    if not hasattr(processor, "get_rope_index"):
+        return set()
+    return {token for kind in ("image", "video") if (token := get_processor_token_id(processor, kind)) is not None}
+
+
+def misfit(
+    output: AgentLoopOutput,
+    vocabulary: int,
+    rollout: Any,
+    *,
+    media: Collection[int] = (),
+    needs_log_probs: bool = False,
+) -> str | None:
     """Describe what keeps ``output``, a row of an agent loop, out of a batch; None: nothing.
 
     verl would train some of it in silence: it pads a mask that is too short with the id of the padding token, which
@@ -50,6 +66,7 @@ def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any, *, needs_log_
     Args:
         vocabulary: number of token ids that the model knows.
         rollout: verl's section, which has the limits of prompts and responses.
+        media: ``placeholders`` of the model.
         needs_log_probs: whether a row that trains tokens must have log-probs, because ``rollout_correction`` reads them.
             Where one row lacks them, verl breaks, or trains the whole batch without the correction.
     """
@@ -61,6 +78,8 @@ def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any, *, needs_log_
     tokens = {*output.prompt_ids, *output.response_ids}
     if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
         return f"token {unknown[0]}, but the model's tokens are 0 to {vocabulary - 1}"
+    if (stray := tokens.intersection(media)) and not _shows(output):
+        return f"token {stray.pop()}, which stands for an image or a video, but shows none: a text may contain it"
     if odd := {*output.response_mask} - {0, 1}:
         return f"a mask with {odd.pop()}, which is neither 0 nor 1"
     if len(output.response_mask) != response:
@@ -75,6 +94,12 @@ def misfit(output: AgentLoopOutput, vocabulary: int, rollout: Any, *, needs_log_
     if not isinstance(output.num_turns, int | np.integer):
         return f"num_turns={output.num_turns!r:.60}, which is no integer"
     return None
+
+
+def _shows(output: AgentLoopOutput) -> bool:
+    """Whether ``output`` has an image or a video."""
+    data = output.multi_modal_data or {}
+    return any(each is not None for kind in ("images", "videos") for each in listed(data.get(kind)))
 
 
 def unified(rows: Sequence[Any], validate: bool) -> dict[str, np.ndarray]:

@@ -48,7 +48,7 @@ from recipe.partial_rollout.manager.policies import (
 from recipe.partial_rollout.records.run_log import EngineCall
 from recipe.partial_rollout.waits import ErrorText, InfraError, answer_of, is_cancelled, means_death, one_line
 from recipe.partial_rollout.worker.live_sample import ReplicaAffinity, Request
-from recipe.partial_rollout.worker.loop_rows import ROW, misfit, rows_of, unified
+from recipe.partial_rollout.worker.loop_rows import ROW, misfit, placeholders, rows_of, unified
 from recipe.partial_rollout.worker.rewards import (
     REWARD_INFO,
     RewardError,
@@ -211,10 +211,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             name="agent_loop",
             trace=trace,
         ):
-            outputs = await self._scored(run_loop, trajectory, kwargs)
-            # A validation reads the last row alone, as verl's v1 does.
-            shown = outputs[-1:] if trajectory["validate"] else outputs
-            return [await self._agent_loop_postprocess(each, trajectory["validate"], **kwargs) for each in shown]
+            return await self._rows(run_loop, trajectory, kwargs)
 
     def _maker(self, agent_name: str) -> Callable[..., Any]:
         """Return the factory of agent loop ``agent_name``.
@@ -256,8 +253,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         )
         returned = await contained(agent_loop.run(dict(params), **row))
         rows = rows_of(returned, several=self.config.trainer.use_v1)
+        needs = {"media": placeholders(self.processor), "needs_log_probs": needs_log_probs}
         for each in rows:
-            if what := misfit(each, self.vocabulary, self.rollout_config, needs_log_probs=needs_log_probs):
+            if what := misfit(each, self.vocabulary, self.rollout_config, **needs):
                 raise ValueError(f"the agent loop of prompt {row.get('uid')} returned {what}")
             if not each.response_logprobs:
                 # verl would pad an empty list with zeros, which are log-probs; a row that trains nothing may have them.
@@ -268,19 +266,19 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Run the agent loop once."""
         return await run_loop(self.llm_client, self.tools)
 
-    async def _scored(
-        self, run_loop: AgentLoopCall, trajectory: dict[str, Any], row: dict[str, Any]
-    ) -> list[AgentLoopOutput]:
-        """Run the agent loop and score its outputs. The loop, and then the reward call, are retried if they fail.
+    async def _rows(self, run_loop: AgentLoopCall, trajectory: dict[str, Any], row: dict[str, Any]) -> list[Any]:
+        """Run the agent loop, score its outputs and make rows of them. The loop, and then the reward call, are retried.
 
-        If the sample fails for good, raise its error. In a validation return one empty output instead, unless
+        If the sample fails for good, raise its error. In a validation return one empty row instead, unless
         ``sample_retries=null``.
         """
         validate = trajectory["validate"]
         try:
             outputs = await self._retried(lambda: self._attempt(run_loop, trajectory))
             await self._score(outputs, row, validate=validate)
-            return outputs
+            # A validation reads the last row alone, as verl's v1 does.
+            shown = outputs[-1:] if validate else outputs
+            return [await self._agent_loop_postprocess(each, validate, **row) for each in shown]
         except (Exception, asyncio.CancelledError) as error:
             masks = validate and self.config.partial_rollout.failures.sample_retries is not None
             if not masks or isinstance(error, InfraError) or is_cancelled():
@@ -296,7 +294,7 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
             metrics=AgentLoopMetrics(),
             extra_fields={SAMPLE_ERROR: f"{text.line} ({text.where})"},
         )
-        return [empty]
+        return [await self._agent_loop_postprocess(empty, validate, **row)]
 
     async def _retried(
         self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[Any], None] = lambda error: None

@@ -7,7 +7,7 @@ a checkpoint has pixels, which in the form of verl's trainer take 24 MiB a megap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorker
 from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
-from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, opened_row, png
+from recipe.partial_rollout.checkpoint.row_images import MESSAGES, digest, has_images, listed, opened_row, png
 from recipe.partial_rollout.manager.types import SampleOutput
 
 SEES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V or GLM-4.6V"
@@ -72,14 +72,24 @@ class Pictures:
         # verl takes a part out of the dictionary.
         return self._compute_position_ids(ids, mask, dict(inputs))
 
-    def check(self, output: SampleOutput, images: Sequence[Image.Image]) -> None:
-        """Raise if the model cannot train images, or if ``output`` has not as many image tokens as ``images`` need.
+    def check(
+        self, output: SampleOutput, images: Sequence[Image.Image], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise if the trainer would fail on ``output``, which shows ``images``, or would see other images.
 
         Without this check the error would come in the trainer, and fail the whole batch.
+
+        Args:
+            kwargs: ``mm_processor_kwargs`` that the agent loop returned; None: those of the configuration.
         """
         if not self.known:
             words = f"partial rollout cannot train images of this model, only of {SEES}"
             raise ValueError(f"{words}: set partial_rollout.enable=False")
+        if kwargs is not None and kwargs != (own := self._get_mm_processor_kwargs()):
+            raise ValueError(
+                f"mm_processor_kwargs={kwargs} beside the images of the sample: partial rollout trains images under "
+                f"data.mm_processor_kwargs={own} alone; set that key, or partial_rollout.enable=False"
+            )
         ids = torch.from_numpy(np.concatenate([output.prompt_ids, output.response_ids]))[None].long()
         patches = self.inputs(images, ids)["image_grid_thw"].prod(dim=1).sum()
         needed = int(patches) // self.processor.image_processor.merge_size**2
@@ -87,8 +97,10 @@ class Pictures:
         if found != needed:
             raise RuntimeError(
                 f"{found} tokens of the sample stand for images, but its {len(images)} images need {needed}: its agent "
-                "loop must return each image with all its image tokens"
+                "loop must return each image with all its image tokens, as data.mm_processor_kwargs makes them"
             )
+        if films := int((ids == get_processor_token_id(self.processor, "video")).sum()):
+            raise RuntimeError(f"{films} tokens of the sample stand for a video, but it shows none")
 
 
 def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
@@ -97,7 +109,7 @@ def images_in(output: AgentLoopOutput, sample_id: str) -> list[Image.Image]:
     Raises:
         ValueError: it has other media, or images that are not PIL's.
     """
-    given = {kind: data if isinstance(data, list) else [data] for kind, data in (output.multi_modal_data or {}).items()}
+    given = {kind: listed(data) for kind, data in (output.multi_modal_data or {}).items()}
     images = [each for each in given.pop("images", []) if each is not None]
     others = [kind for kind, data in given.items() if any(each is not None for each in data)]
     if others or not all(isinstance(image, Image.Image) for image in images):
