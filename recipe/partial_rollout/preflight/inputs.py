@@ -117,7 +117,7 @@ def check_model(path: str, key: str = MODEL) -> None:
         raise fail(key, path, "a model directory with weights (*.safetensors or *.bin); this one has none")
 
 
-NOISE = re.compile(r"(?!classifier|summary).*(dropout(_prob|_rate)?|pdrop|layerdrop|drop_path_rate|jitter_noise)")
+NOISE = re.compile(r"(?!classifier|summary).*(dropout(_p|_prob|_rate)?|pdrop|layerdrop|drop_path_rate|jitter_\w+)")
 """finds the names of dropouts and of routers' noise in a model's config; heads that are not trained do not matter"""
 
 
