@@ -106,24 +106,21 @@ class _Fit(NamedTuple):
 
 
 def check_schedule(config: DictConfig, rows: int) -> None:
-    """Refuse a learning rate that is still warming up when the training ends, and an actor that is never updated.
+    """Refuse a learning rate that is still warming up when the training ends.
 
     Args:
         rows: prompts of the training data.
 
     Raises:
-        ConfigError: the training would end within the warm-up, or before the first update of the actor.
+        ConfigError: the training would end within the warm-up.
     """
     trainer = config.trainer
     data = rows // config.data.train_batch_size * trainer.total_epochs
     steps = min(data, trainer.total_training_steps or data)
     # verl updates the actor from this step on, and moves its learning rate with each update.
     first = max(1, trainer.critic_warmup or 0)
-    has_critic = need_critic(config)
-    if first > steps and not has_critic:
-        raise fail("trainer.critic_warmup", first, f"at most {steps}, the steps of this training: nothing would train")
     updates = {"actor_rollout_ref.actor.optim": steps + 1 - first}
-    if has_critic:
+    if need_critic(config):
         updates["critic.optim"] = steps
     for part, count in updates.items():
         optim = OmegaConf.select(config, part)
