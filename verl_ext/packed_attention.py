@@ -110,7 +110,8 @@ def attend(
     kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attended = _in_one_kernel if kernel else _one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attended((query, key, value), row_of(position_ids), scale, sliding_window)[None], None
+    # Some models take a view of it.
+    return attended((query, key, value), row_of(position_ids), scale, sliding_window)[None].contiguous(), None
 
 
 def register(module: Any) -> None:

@@ -28,7 +28,8 @@ def ended(monkeypatch, capsys, *arguments):
 
 QUICK = "--config-name=quickstart_cpu"
 WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
-OVERRIDE = "actor_rollout_ref.model.override_config"
+OVERRIDE, ROLLOUT = "actor_rollout_ref.model.override_config", "actor_rollout_ref.rollout"
+POSITIONS = "max_position_embeddings"
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +110,16 @@ def trainable(model, tmp_path, monkeypatch, resolved_config):
             f"+{OVERRIDE}.attention_dropout=0.1",
             r"^actor_rollout_ref.model.path=.*: a model without noise \(its config",
         ),
+        (
+            f"{ROLLOUT}.max_model_len=null +{OVERRIDE}.{POSITIONS}=200 "
+            f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{POSITIONS}=200",
+            r"response_length=\d+: with prompt_length=\d+ it must fit the 200 positions of the model",
+        ),
     ],
 )
 def test_what_only_the_loaded_inputs_show_is_refused(trainable, override, said):
     with pytest.raises(ConfigError, match=said):
-        preflight.checked(trainable(override))
+        preflight.checked(trainable(*override.split()))
 
 
 def test_check_counts_prompts_that_are_too_long_and_shows_a_long_one(trainable, capsys, tmp_path, monkeypatch):

@@ -69,7 +69,10 @@ def test_quickstart_config_passes_with_whatever_only_verl_reads(configure):
     undeclared = "+data.cache_dir=/tmp +data.filter_prompts=False +data.difficulty=3 +mine.x=1"
     handed_on = f"+{ROLLOUT}.custom.x=1 +{VLLM}.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
     rejects = f"{RS}='token_k1,seq_mean_k3' {RS}_threshold='0.5_2.0,0.1'"
-    for overrides in (*thresholds, alone, undeclared, handed_on, rejects, f"{nopr} {ROLLOUT}.name=sglang"):
+    same = f"+{MODEL}.override_config.rms_norm_eps=.5 +{VLLM}.hf_overrides.rms_norm_eps=.5"
+    trainers = f"+{MODEL}.override_config.attention_dropout=0. +{MODEL}.override_config.router_aux_loss_coef=.1"
+    known = *thresholds, alone, undeclared, handed_on, rejects, same, trainers
+    for overrides in (*known, f"{nopr} {ROLLOUT}.name=sglang"):
         check_settings(configure(*overrides.split()))
     for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", nopr):
         check_config(configure(arm, "algorithm=gspo", f"{ACTOR}.clip_ratio_c=null"))
@@ -162,7 +165,6 @@ MISTAKES = {
     f"{ROLLOUT}.agent.num_workers=3 {P}.enable=False": "num_workers=3: a divisor of 8",
     # a split that cannot work
     f"{SEPARATE} {MODEL_RM}.enable=True reward.reward_model.enable_resource_pool=False": "pool=False: must be True if",
-    f"{SEPARATE} trainer.critic_warmup=2": f"critic_warmup=2: must be 0 if {SEPARATE}: without a critic",
     f"{SPLIT}=3 {TP}=2": "=3: with rollout.nnodes=1 it must make whole replicas",
     f"{SPLIT}=2 {TP}=2 trainer.n_gpus_per_node=1": "=1: times trainer.nnodes=1",
     f"{SPLIT}=1 {BACKEND}=shm {JOINS} trainer.nnodes=2": f"trainer.nnodes=2: must be 1 if {BACKEND}=shm",
@@ -186,7 +188,9 @@ def test_mistake_is_refused_in_one_line(configure, monkeypatch, overrides):
 
 REF = "actor_rollout_ref.ref.log_prob"
 BUDGET = "max_token_len_per_gpu"
-GAE = "algorithm.adv_estimator=gae"
+GAE, VECTORIZED = (f"algorithm.adv_estimator={name}" for name in ("gae", "grpo_vectorized"))
+GDPO, BY_STD = "algorithm.adv_estimator=gdpo", "algorithm.norm_adv_by_std_in_grpo"
+OVERRIDE = f"{MODEL}.override_config"
 VERLS_MISTAKES = {
     # verl takes a word for true, and text for a number
     f"{ACTOR}.use_kl_loss=off": "true or false",
@@ -232,6 +236,20 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.val_kwargs.do_sample=False {ROLLOUT}.val_kwargs.temperature=1.0": "True, or rollout.val_kwargs.temperature",
     f"{ROLLOUT}.do_sample=False": "verl's default, True, because verl 0.9.1 does not read it",
     f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
+    # the advantages
+    "algorithm=dapo reward.reward_manager.name=naive": "cfg.enable=True: must be False with reward.reward_manager",
+    "trainer.critic_warmup=2": "critic_warmup=2: must be 0: without a critic these steps train nothing",
+    "algorithm.use_pf_ppo=True": "use_pf_ppo=True: must be False: verl reweights the samples of gae alone",
+    f"{VECTORIZED} {BY_STD}=False": f"{BY_STD}=False: must be True if {VECTORIZED}: verl divides by the standard deviation",
+    f"{GDPO} {BY_STD}=False": f"{BY_STD}=False: must be True if {GDPO}: verl divides by the standard deviation",
+    f"{GDPO} algorithm.use_kl_in_reward=True": f"in_reward=True: must be False if {GDPO}: verl takes its advantages from",
+    f"{RS}_threshold=2.0": f"{RS}_threshold=2.0: must be null: verl reads it only with rollout_rs",
+    f"+{CORRECTION}.rollout_token_veto_threshold=0.0001": f"None, because verl 0.9.1 reads {RS} instead",
+    # a model that the engines do not have
+    f"+{OVERRIDE}.rms_norm_eps=0.5": f"the same as {VLLM}.hf_overrides.rms_norm_eps=None if {ROLLOUT}.name=vllm",
+    f"+{OVERRIDE}.model_config.rope_scaling.factor=2.0 +{VLLM}.hf_overrides.rope_scaling.factor=4.0": (
+        f"{OVERRIDE}.model_config.rope_scaling.factor=2.0: the same as {VLLM}.hf_overrides.rope_scaling.factor=4.0 if"
+    ),
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",

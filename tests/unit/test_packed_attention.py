@@ -10,6 +10,7 @@ import pytest
 import torch
 import verl  # noqa: F401  its plugins register the attention
 from omegaconf import OmegaConf
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from recipe.partial_rollout.config.keys import ConfigError
@@ -119,9 +120,63 @@ def test_without_flash_attn_torchs_attention_packs_unless_told_not_to(choose, ca
     assert said.startswith(f"attention of {models}: torch's own; ") and MISSING in said
 
 
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+MIXED = ["linear_attention", "full_attention"]
+KINDS = {
+    "gemma3_text": ({"sliding_window": 4}, "packed"),
+    "jetmoe": ({"kv_channels": 16, "num_local_experts": 2}, "packed"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "sdpa"),
+    "qwen3_5_text": ({**LINEAR, "layer_types": MIXED}, "sdpa"),
+    "minimax": ({"layer_types": MIXED, "num_local_experts": 2}, "sdpa"),
+    "falcon_h1": ({**MAMBA, "mamba_d_ssm": 128}, "sdpa"),
+    "granitemoehybrid": ({**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0}, "sdpa"),
+    # Its attention is none of transformers' table.
+    "nemotron": ({}, "sdpa"),
+    "bloom": ({"n_head": 4, "n_layer": 2}, "eager"),
+    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "eager"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_row_of_a_micro_batch_affects_another_in_a_model_of_any_kind(choose, tmp_path, kind):
+    """As verl lays them out: one packed row, or rows that are padded on the right."""
+    more, wanted = KINDS[kind]
+    layout = AutoConfig.for_model(kind, **SIZES, **HEADS, **more)
+    layout.save_pretrained(tmp_path)
+    attention, packs = in_force(choose(f"actor_rollout_ref.model.path={tmp_path}"))
+    assert (attention, packs) == (wanted, wanted == "packed")
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(layout, attn_implementation=attention).eval()
+    for weights in built.parameters():
+        torch.nn.init.normal_(weights, std=0.1)
+    ids, row, positions = packed_row()
+    alone = [built(input_ids=each[None], use_cache=False).logits[0] for each in ids]
+    if packs:
+        found = built(input_ids=row, position_ids=positions, use_cache=False).logits[0].split(LENGTHS)
+    else:
+        batch = {"input_ids": ids, "position_ids": positions[0].split(LENGTHS), "attention_mask": [x >= 0 for x in ids]}
+        padded = {name: pad_sequence([*rows], batch_first=True) for name, rows in batch.items()}
+        logits = built(**padded, use_cache=False).logits
+        found = [each[:length] for each, length in zip(logits, LENGTHS, strict=True)]
+    for mine, theirs in zip(found, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_that_carries_state_is_padded_with_any_attention_unless_verl_splits_its_rows(choose, tmp_path, capsys):
+    layout = {"vision_config": {}, "text_config": {"layer_types": MIXED}}
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    for kind, packs in (("qwen3_5", True), ("lfm2_vl", False), ("of_its_own_code", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | layout))
+        assert in_force(choose(path, problem=None)) == (None, packs)
+        assert in_force(choose(path, f"+{KEY}=eager")) == ("eager", packs)
+        said = "rows of actor_rollout_ref.model are padded: its layers would mix packed sequences"
+        assert [line[: len(said)] for line in capsys.readouterr().out.splitlines()] == [said] * 2 * (not packs)
+
+
 @pytest.mark.parametrize("layout", [{"vision_config": {}}, {"attn_logit_softcapping": 50.0}])
 def test_a_model_that_does_more_than_causal_attention_over_text_is_padded(choose, tmp_path, layout):
-    (tmp_path / "config.json").write_text(json.dumps(layout))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | layout))
     path = f"actor_rollout_ref.model.path={tmp_path}"
     assert in_force(choose(path)) == ("sdpa", False)
     # As platform=cpu has it for every model.

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import GPT2Config, MixtralConfig, Qwen3Config
+from transformers import DbrxConfig, GPT2Config, MixtralConfig, Qwen3Config
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -51,6 +51,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         (Qwen3Config(), None),
         (Qwen3Config(attention_dropout=0.1), "attention_dropout"),
         (MixtralConfig(router_jitter_noise=0.1), "router_jitter_noise"),
+        (DbrxConfig(ffn_config={"moe_jitter_eps": 0.1}), "ffn_config.moe_jitter_eps"),
         # It has a dropout of 0.1 for heads that are not trained.
         (GPT2Config(**NO_DROPOUT), None),
         (GPT2Config(**NO_DROPOUT | {"embd_pdrop": 0.1}), "embd_pdrop"),

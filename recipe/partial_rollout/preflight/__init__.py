@@ -25,6 +25,7 @@ from recipe.partial_rollout.preflight.inputs import (
     cache_by_content,
     check_device,
     check_noise,
+    check_positions,
     check_ray_address,
     missing_inputs,
     missing_packages,
@@ -136,6 +137,7 @@ def _load(config: DictConfig, settings: PartialRolloutConfig, refuse: Refuse) ->
         MODEL, config.actor_rollout_ref.model.path, "a model whose tokenizer and configuration verl can load"
     ):
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    check_positions(config, model.hf_config)
     if settings.enable and not verls_own(config):
         check_noise(config, model.hf_config)
     cache_by_content(config)

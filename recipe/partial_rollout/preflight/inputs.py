@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.torch_dtypes import FLOAT_LIST
+from verl.workers.rollout.utils import get_max_position_embeddings
 
 from recipe.partial_rollout.config.keys import ConfigError, fail, leaves, refusing
 from recipe.partial_rollout.config.settings import engine_devices, trainer_devices
-from recipe.partial_rollout.preflight.rule import at
+from recipe.partial_rollout.preflight.rule import at, longest
 from recipe.partial_rollout.training.loss import needs_pass
 from verl_ext.command import no_device
 
@@ -116,7 +117,7 @@ def check_model(path: str, key: str = MODEL) -> None:
         raise fail(key, path, "a model directory with weights (*.safetensors or *.bin); this one has none")
 
 
-_NOISE = re.compile(r"(?!classifier|summary).*(dropout(_prob|_rate)?|pdrop|layerdrop|drop_path_rate|jitter_noise)")
+NOISE = re.compile(r"(?!classifier|summary).*(dropout(_p|_prob|_rate)?|pdrop|layerdrop|drop_path_rate|jitter_\w+)")
 """finds the names of dropouts and of routers' noise in a model's config; heads that are not trained do not matter"""
 
 
@@ -132,10 +133,24 @@ def check_noise(config: DictConfig, layout: PretrainedConfig) -> None:
     if needs_pass(config):
         return
     for name, value in leaves(layout.to_dict()):
-        if _NOISE.fullmatch(name.rpartition(".")[2]) and isinstance(value, float) and value > 0:
+        if NOISE.fullmatch(name.rpartition(".")[2]) and isinstance(value, float) and value > 0:
             words = f"a model without noise (its config has {name}={value}, which makes the update's log-probs random)"
             remedy = f"+actor_rollout_ref.model.override_config.{name}=0.0"
             raise fail(MODEL, config.actor_rollout_ref.model.path, f"{words}; or set {remedy}")
+
+
+def check_positions(config: DictConfig, layout: PretrainedConfig) -> None:
+    """Check that prompt and response fit the model where no ``max_model_len`` says so: the engine would cut responses.
+
+    Raises:
+        ConfigError: they do not, or the model's config has no ``max_position_embeddings``, which verl's engine reads.
+    """
+    with refusing(MODEL, config.actor_rollout_ref.model.path, "a model whose config has max_position_embeddings"):
+        positions = get_max_position_embeddings(layout)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_model_len is None and longest(config) > positions:
+        words = f"with prompt_length={rollout.prompt_length} it must fit the {positions:,} positions of the model"
+        raise fail(f"{_ROLLOUT}.response_length", rollout.response_length, words)
 
 
 def weight_bytes(config: DictConfig) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 from ray._common.utils import get_default_ray_temp_dir
+from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -50,6 +51,8 @@ _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plas
 """most bytes of the path of Ray's temporary directory: Linux takes 107 for a socket, and Ray appends the rest"""
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
+_NO_PENALTY = {*REWARD_MANAGER} - {"dapo"}
+"""verl's other reward managers; one that a user registers later may have a penalty of its own"""
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
 """estimators that need a greedy baseline, columns of the reward, or sums over the vocabulary; v1 provides none of
 these"""
@@ -318,8 +321,25 @@ LEARNING = (
             for part in ("actor", "critic")
         ),
     ),
+    *(
+        rule
+        for name in ("grpo_vectorized", "gdpo")
+        for rule in where(
+            f"algorithm.adv_estimator={name}",
+            only("algorithm.norm_adv_by_std_in_grpo", True, "verl divides by the standard deviation whatever it says"),
+        )
+    ),
+    *where(
+        lambda c: c.algorithm.adv_estimator != "gae",
+        only("algorithm.use_pf_ppo", False, "verl reweights the samples of gae alone"),
+    ),
     *where(
         "algorithm.adv_estimator=gdpo",
+        only(
+            "algorithm.use_kl_in_reward",
+            False,
+            "verl takes its advantages from gdpo_reward_keys; set actor_rollout_ref.actor.use_kl_loss",
+        ),
         Rule(
             "algorithm.gdpo_reward_keys",
             lambda v, _: v and not isinstance(v, str),
@@ -335,6 +355,10 @@ LEARNING = (
     *where(
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         Rule("actor.optim.clip_grad", lambda v, _: v and v > 0, "a number above 0, the largest norm of a gradient"),
+    ),
+    *where(
+        lambda c: not need_critic(c),
+        only("trainer.critic_warmup", 0, "without a critic these steps train nothing, and their prompts are lost"),
     ),
     *where(
         (need_critic, lambda c: c.critic.strategy != "megatron"),
@@ -368,6 +392,10 @@ LEARNING = (
         lambda _: f"null, or any of {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}, joined by commas",
     ),
     *where(
+        lambda c: at(c, f"{CORRECTION}.rollout_rs") is None,
+        only(f"{CORRECTION}.rollout_rs_threshold", None, "verl reads it only with rollout_rs"),
+    ),
+    *where(
         lambda c: at(c, f"{CORRECTION}.rollout_rs") is not None,
         Rule(
             f"{CORRECTION}.rollout_rs_threshold",
@@ -389,6 +417,15 @@ LEARNING = (
     ),
     # rewards
     *where(REWARD_MODEL, only("partial_rollout.reward_in_worker", False)),
+    *where(
+        "reward.reward_manager.source=register",
+        Rule(
+            f"{OVERLONG}.enable",
+            lambda v, c: not v or c.reward.reward_manager.name not in _NO_PENALTY,
+            lambda c: f"must be False with reward.reward_manager.name={c.reward.reward_manager.name}",
+            "only verl's dapo subtracts the penalty",
+        ),
+    ),
     *where(
         ("reward.reward_manager.name=dapo", f"{OVERLONG}.enable=True"),
         Rule(f"{OVERLONG}.penalty_factor", lambda v, _: v >= 0, "at least 0"),

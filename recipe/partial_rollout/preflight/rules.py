@@ -7,16 +7,16 @@ rules here refuse them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from math import inf
 
 from omegaconf import DictConfig
-from verl.trainer.ppo.utils import need_critic
 from verl.workers.config import RolloutConfig
 
 from recipe.partial_rollout.config import releases
-from recipe.partial_rollout.config.keys import ConfigError
+from recipe.partial_rollout.config.keys import ConfigError, leaves
 from recipe.partial_rollout.config.settings import (
     Correction,
     Mode,
@@ -28,6 +28,7 @@ from recipe.partial_rollout.config.settings import (
     verls_own,
     whole,
 )
+from recipe.partial_rollout.preflight.inputs import NOISE
 from recipe.partial_rollout.preflight.learning_rules import LEARNING, TRAINING
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
@@ -69,6 +70,9 @@ _OF_ROLLOUT = {field.name: field.name for field in fields(RolloutConfig)} | {
     "enable_expert_parallel": "expert_parallel_size",
 }
 """by vLLM's name of an argument, the key of ``rollout`` from which verl sets it"""
+_OVERRIDE = "model.override_config"
+_TRAINERS_OWN = re.compile(r"attn_implementation|use_cache|output_\w+|router_\w+_coef")
+"""finds keys of a model's config that do not change the distribution of its tokens"""
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
 )
@@ -311,14 +315,6 @@ _PARTIAL_ROLLOUT = (
         ),
     ),
     *where(
-        (_SEPARATE, lambda c: not need_critic(c)),
-        only(
-            "trainer.critic_warmup",
-            0,
-            "without a critic these steps update nothing, and each would still count as a version",
-        ),
-    ),
-    *where(
         (f"{_BACKEND}=shm", _SEPARATE),
         *(
             only(key, 1, "other nodes do not see the file of shm; nccl works across nodes")
@@ -356,10 +352,26 @@ def _engine_keys(config: DictConfig) -> Iterator[Rule]:
             yield Rule(f"{_VLLM}.{name}", lambda v, _: v is None, "must be null", f"set {full(f'rollout.{key}')}")
 
 
+def _model_keys(config: DictConfig) -> Iterator[Rule]:
+    """A rule for each key of the model that ``override_config`` changes, because verl gives these to no engine."""
+    override, path = at(config, _OVERRIDE) or {}, _OVERRIDE
+    if "model_config" in override:
+        override, path = override["model_config"], f"{path}.model_config"
+    for name, _ in leaves(override):
+        if not (_TRAINERS_OWN.fullmatch(name) or NOISE.fullmatch(name)):
+            theirs = f"{_VLLM}.hf_overrides.{name}"
+            yield Rule(
+                f"{path}.{name}",
+                lambda v, c, theirs=theirs: at(c, theirs) == v,
+                lambda c, theirs=theirs: f"the same as {full(theirs)}={at(c, theirs)}",
+                "verl overrides the trainer's model alone, and the engine would sample from another",
+            )
+
+
 def check_rules(config: DictConfig) -> Iterator[ConfigError]:
     """Yield an error for each rule that ``config`` breaks; print warnings."""
     for warning in broken(WARNINGS, config):
         say(f"warning: {warning}", error=True)
     # A v1 trainer of verl's own has its own rollout.
     ours = () if verls_own(config) else (*_ENGINES, *_PARTIAL_ROLLOUT, *where(_PR, *_engine_keys(config)))
-    return broken((*TRAINING, *LEARNING, *ours), config)
+    return broken((*TRAINING, *LEARNING, *ours, *where("rollout.name=vllm", *_model_keys(config))), config)

@@ -127,6 +127,9 @@ _MOVED = {
     "actor_rollout_ref.actor.grad_clip": "reads actor_rollout_ref.actor.optim.clip_grad instead",
     "critic.grad_clip": "reads critic.optim.clip_grad instead",
     "data.sampler": "does not read it",
+    "algorithm.rollout_correction.rollout_token_veto_threshold": (
+        "reads algorithm.rollout_correction.rollout_rs instead"
+    ),
     "actor_rollout_ref.actor.freeze_vision_tower": "does not read it",
     "actor_rollout_ref.actor.qat.enable": "reads that of actor_rollout_ref.actor.fsdp_config or .megatron instead",
     "actor_rollout_ref.actor.use_rollout_log_probs": "does not read it",
