@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import itertools
+import json
 import pickle
 from functools import cache
 from pathlib import Path
@@ -153,6 +154,24 @@ def resolved_config():
         config = build_config(name, *overrides)
         OmegaConf.resolve(config)
         return config
+
+    return build
+
+
+SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+QWEN = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def configure(tmp_path, resolved_config):
+    """``configure(*overrides, model=sizes)``: a config with a model of ``sizes`` and empty data files."""
+
+    def build(*overrides, model=QWEN):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        for name in ("model.safetensors", "data.parquet"):
+            (tmp_path / name).touch()
+        files = [f"data.{split}_files={tmp_path}/data.parquet" for split in ("train", "val")]
+        return resolved_config("quickstart_cpu", *SIZES, *files, f"actor_rollout_ref.model.path={tmp_path}", *overrides)
 
     return build
 

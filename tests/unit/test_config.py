@@ -1,7 +1,6 @@
 """A user's mistake ends before Ray starts, in one line: key, value, what is allowed."""
 
 import contextlib
-import json
 from inspect import getsource
 from typing import get_args
 
@@ -21,16 +20,12 @@ from recipe.partial_rollout.config.keys import ConfigError, allowed, leaves
 from recipe.partial_rollout.config.settings import PartialRolloutConfig
 from recipe.partial_rollout.preflight import check_settings
 from recipe.partial_rollout.preflight.learning_rules import DUAL_CLIPS, LEARNING, NOT_UNDER_V1, TRAINING
-from recipe.partial_rollout.preflight.rows import dataset_of
 from recipe.partial_rollout.preflight.rule import broken, full
 from recipe.partial_rollout.preflight.rules import _ENGINES, _PARTIAL_ROLLOUT
-from recipe.partial_rollout.preflight.user_code import check_code
 from recipe.partial_rollout.preflight.verl_keys import VALUES, _declared, check_verl_keys, of_hydra
 from recipe.partial_rollout.training.loss import DIVERGENCE_LOSSES
-from tests.unit.shared import check_config, settings_of
+from tests.unit.shared import check_config
 
-SIZES = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
-QWEN = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 P, ACTOR, ROLLOUT = "partial_rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 FILTER = "algorithm.filter_groups"
@@ -42,20 +37,6 @@ V1, JOINS = "trainer.use_v1=True", "+ray_kwargs.ray_init.address=auto"
 MODEL, MANAGER, GDPO = "actor_rollout_ref.model", "reward.reward_manager", "algorithm.adv_estimator=gdpo"
 BACKEND, VLLM = f"{ROLLOUT}.checkpoint_engine.backend", f"{ROLLOUT}.engine_kwargs.vllm"
 RS = f"{CORRECTION}.rollout_rs"
-
-
-@pytest.fixture
-def configure(tmp_path, resolved_config):
-    """``configure(*overrides, model=sizes)``: a config with a model of ``sizes`` and empty data files."""
-
-    def build(*overrides, model=QWEN):
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        for name in ("model.safetensors", "data.parquet"):
-            (tmp_path / name).touch()
-        files = [f"data.{split}_files={tmp_path}/data.parquet" for split in ("train", "val")]
-        return resolved_config("quickstart_cpu", *SIZES, *files, f"actor_rollout_ref.model.path={tmp_path}", *overrides)
-
-    return build
 
 
 def test_quickstart_config_passes_with_whatever_only_verl_reads(configure):
@@ -383,103 +364,6 @@ def test_devices_that_share_a_model_share_its_batch_and_its_longest_sample(confi
         ConfigError, match=r"train_batch_size=3: times .*n=3 it must be divisible by 2 \(data-parallel ranks\)"
     ):
         check_config(configure(*odd))
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "reward.custom_reward_function.path={}.py",
-        f"{ROLLOUT}.multi_turn.function_tool_path={{}}.py",
-        f"{MANAGER}.module.path={{}}.py {MANAGER}.source=importlib",
-        f"{ROLLOUT}.agent.agent_loop_config_path={{}}.yaml",
-        "actor_rollout_ref.model.external_lib=exits",
-        f"{P}.scheduling.policy=exits.order",
-        "data.custom_cls.path={}.py data.custom_cls.name=Own",
-    ],
-)
-def test_module_that_exits_while_it_is_imported_is_refused_by_its_key(configure, tmp_path, monkeypatch, key):
-    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit()\n")
-    (tmp_path / "exits.yaml").write_text("- name: mine\n  _target_: exits.Loop\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    config = configure(*key.format(*[tmp_path / "exits"] * 2).split())
-    with pytest.raises(ConfigError, match=rf"^{key.partition('=')[0]}=.*\(SystemExit: "):
-        check_config(config)
-        dataset_of(config, "train", None)
-
-
-def test_reward_beside_a_reward_model_must_take_its_address_and_tokenizer(configure, tmp_path):
-    """verl hands them to the function of each sample, which would fail."""
-    arguments = "data_source, solution_str, ground_truth, extra_info"
-    given = (f"{arguments}=None", f"{arguments}, reward_router_address", f"{arguments}, **more")
-    for i, (signature, alone, beside) in enumerate(zip(given, (1, 0, 1), (0, 0, 1), strict=True)):
-        (tmp_path / f"reward{i}.py").write_text(f"async def compute_score({signature}):\n    return 1.0\n")
-        config = configure(f"reward.custom_reward_function.path={tmp_path}/reward{i}.py")
-        settings = settings_of()
-        for enable, accepted in ((False, alone), (True, beside)):
-            config.reward.reward_model.enable = enable
-            words = "reward_router_address, reward_model_tokenizer" if enable else "a function that takes data_source"
-            with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
-                assert list(check_code(config, settings)) == []
-
-
-GIVEN = "data_source, solution_str, ground_truth, extra_info"
-JUDGES = {
-    f"class compute_score:\n    def __init__(self, {GIVEN}): ...": "verl would take the object that it makes for the score",
-    "class Judge:\n    async def __call__(self, **_): ...\ncompute_score = Judge()": "verl would not await its __call__",
-    "class Judge:\n    def __call__(self, **_): ...\ncompute_score = Judge()": None,
-    "import functools\nasync def judge(weight, **_): ...\ncompute_score = functools.partial(judge, 1.0)": None,
-}
-"""files with a reward function, and the word of their refusal"""
-
-
-@pytest.mark.parametrize("code", JUDGES)
-def test_reward_whose_answers_verl_would_not_wait_for_is_refused(configure, tmp_path, code):
-    (tmp_path / "judge.py").write_text(code)
-    config, words = configure(f"reward.custom_reward_function.path={tmp_path}/judge.py"), JUDGES[code]
-    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
-        assert list(check_code(config, settings_of())) == []
-
-
-MANAGERS = {
-    "class Own(NaiveRewardManager): ...": None,
-    "class Other: ...": r"reward_manager\.module\.path=.*a file with the class Own \(reward\.reward_manager\.name\)",
-    "class Own:\n    def __init__(self, tokenizer, num_examine): ...": r"reward_manager\.name=Own: .*compute_score",
-    "class Own:\n    def __init__(self, **_): ...": r"reward_manager\.name=Own: .*run_single",
-    "class Own(RewardManagerBase):\n    def __init__(self, **_): ...": r"reward_manager\.name=Own: .*run_single",
-}
-"""files with a reward manager, and the words of their refusal"""
-
-
-@pytest.mark.parametrize("code", MANAGERS)
-def test_reward_manager_of_ones_own_is_loaded_before_ray_starts(configure, tmp_path, code):
-    start = "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-    start += "from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager\n"
-    (tmp_path / "own.py").write_text(start + code)
-    own = f"{MANAGER}.source=importlib", f"{MANAGER}.name=Own", f"{MANAGER}.module.path={tmp_path}/own.py"
-    with pytest.raises(ConfigError, match=MANAGERS[code]) if MANAGERS[code] else contextlib.nullcontext():
-        assert list(check_code(configure(*own), settings_of())) == []
-
-
-@pytest.mark.parametrize(("target", "accepted"), [("json.loads", True), ("json.decoder", False), ("math.pi", False)])
-def test_agent_loop_may_be_anything_that_hydra_can_call(configure, tmp_path, target, accepted):
-    (tmp_path / "loops.yaml").write_text(f"- name: mine\n  _target_: {target}\n")
-    config = configure(f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml")
-    words = "a YAML list of agent loops, each with its name and the _target_ of a class or function"
-    with contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match=words):
-        assert list(check_code(config, settings_of())) == []
-
-
-def test_tools_file_may_bring_a_format_of_its_own(configure, tmp_path):
-    own = tmp_path / "own_tool.py"
-    own.write_text(
-        "from verl.experimental.agent_loop.tool_parser import ToolParser\n"
-        "from verl.tools.function_tool import function_tool\n\n"
-        '@function_tool\ndef add(a: int) -> int:\n    """Adds one.\n\n    Args:\n        a: a number.\n    """\n\n'
-        '@ToolParser.register("own")\nclass Own(ToolParser):\n'
-        "    async def extract_tool_calls(self, responses_ids, tools=None):\n        return '', []\n"
-    )
-    turns = f"{ROLLOUT}.multi_turn"
-    check_config(configure(f"{turns}.format=own", f"{turns}.function_tool_path={own}"))
 
 
 USING = "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo"
