@@ -142,9 +142,15 @@ await_gpus
 status=143
 if [[ -z $ended_by ]]; then
   say "start ${SLURM_RESTART_COUNT:-0} of job ${SLURM_JOB_ID:-}: $1 $2 on $NNODES x $gpus GPUs"
-  # What the job was told to begin from holds for its first start. hydra takes a key's last value.
-  again=()
-  [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || again=(trainer.resume_mode=auto)
+  # The user's resume_mode applies until a start of this job has begun to train: then verl's tracker file is newer than the mark.
+  # hydra takes a key's last value.
+  out=${OUT:-outputs/$1} again=()
+  mark=$out/.job_${SLURM_JOB_ID:-}_$2
+  if [[ ! -e $mark ]]; then
+    mkdir -p "$out" && : >"$mark"
+  elif [[ $out/$2/latest_checkpointed_iteration.txt -nt $mark ]]; then
+    again=(trainer.resume_mode=auto)
+  fi
   bash run_scripts/recipe.sh "$@" "${again[@]}" &
   trainer=$!
   tell_trainer

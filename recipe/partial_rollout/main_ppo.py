@@ -171,11 +171,13 @@ def begin(config: DictConfig, held: ExitStack) -> TaskRunner:
 
 
 def claim_directory(config: DictConfig, directories: set[str]) -> None:
-    """Add the run's directory to those of the process, or refuse one that an earlier job of the multirun has.
+    """Add the directory of a training to ``directories``, those of the earlier jobs of a multirun.
 
-    There the job would resume that one, instead of training anew with its own values.
+    Refuse a directory that is there: the job would resume the earlier one, instead of training with its own values.
     """
     key = "trainer.default_local_dir"
+    if OmegaConf.select(config, "trainer.val_only"):
+        return
     if (given := str(OmegaConf.select(config, key))) in directories:
         example = "'trainer.experiment_name=job${hydra:job.num}'"
         refuse(fail(key, given, f"another directory for each job of a multirun, as with {example}"))

@@ -104,9 +104,17 @@ def test_slurm_script_says_in_a_line_what_is_missing(slurm, arguments, variables
     assert process.returncode == 2 and line.startswith(f"slurm_recipe: {message}")
 
 
-@pytest.mark.parametrize(("starts", "mode"), [("0", "disable"), ("1", "auto")])
-def test_requeued_job_resumes_what_it_has_trained(slurm, log, tmp_path, starts, mode):
-    process = slurm(*RECIPE, "trainer.resume_mode=disable", SLURM_RESTART_COUNT=starts)
+@pytest.mark.parametrize(("started", "trained", "mode"), [(0, 1, "disable"), (1, 0, "disable"), (1, 1, "auto")])
+def test_requeued_job_resumes_what_it_has_trained(slurm, log, tmp_path, started, trained, mode):
+    arm = RECIPE[1]
+    tracker = tmp_path / "out" / arm / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+    if started:
+        (tmp_path / "out" / f".job_7_{arm}").touch()
+    if trained:
+        tracker.touch()
+        os.utime(tracker, (time.time() + 60,) * 2)
+    process = slurm(*RECIPE, "trainer.resume_mode=disable", OUT=str(tmp_path / "out"))
     until((tmp_path / "trains").exists, process)
     (trainer,) = [call for call in log() if "main_ppo" in call]
     assert trainer.split("trainer.resume_mode=")[-1] == mode, "hydra takes the last value"

@@ -51,8 +51,9 @@ def test_quickstart_config_passes_with_whatever_only_verl_reads(configure):
     handed_on = f"+{ROLLOUT}.custom.x=1 +{VLLM}.kv-cache-dtype=auto +{ROLLOUT}.{SHARE}=.5"
     rejects = f"{RS}='token_k1,seq_mean_k3' {RS}_threshold='0.5_2.0,0.1'"
     same = f"+{MODEL}.override_config.rms_norm_eps=.5 +{VLLM}.hf_overrides.rms_norm_eps=.5"
-    trainers = f"+{MODEL}.override_config.attention_dropout=0. +{MODEL}.override_config.router_aux_loss_coef=.1"
-    known = *thresholds, alone, undeclared, handed_on, rejects, same, trainers
+    trainers = f"+{MODEL}.override_config.attention_dropout=0. +{MODEL}.override_config.max_position_embeddings=9999"
+    contents = f"{ACTOR}.checkpoint.load_contents=null trainer.logger=tracking trainer.critic_warmup=1"
+    known = *thresholds, alone, undeclared, handed_on, rejects, same, trainers, contents
     for overrides in (*known, f"{nopr} {ROLLOUT}.name=sglang"):
         check_settings(configure(*overrides.split()))
     for arm in (f"{P}.correction=none", f"{P}.correction=decoupled", nopr):
@@ -114,6 +115,7 @@ MISTAKES = {
     "algorithm.rollout_correction=null": "algorithm.rollout_correction=None: a section of keys",
     f"{CORRECTION}.rollout_is=row": "one of geometric, null, sequence, token",
     "actor_rollout_ref.rollout.top_p=0.7": "rollout.top_p=0.7: one of 1.0",
+    f"{MODEL}.lora_rank=8": "rollout.load_format=dummy: safetensors, or auto, with LoRA adapters",
     "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20: one of -1, 0",
     "actor_rollout_ref.rollout.temperature=0.001": "rollout.temperature=0.001: at least 0.01",
     f"{CORRECTION}.rollout_is_threshold='2.0_5.0'": "rollout_is_threshold=2.0_5.0: at least 1, or lower_upper as text",
@@ -195,8 +197,8 @@ VERLS_MISTAKES = {
     f"{ACTOR}.checkpoint.save_contents=[optimizer]": "without model",
     f"{ACTOR}.checkpoint.load_contents=[optimizer,extra]": "without model",
     f"{ACTOR}.checkpoint.load_contents=[model,optimiser]": "model and any of optimizer, extra, hf_model",
-    f"{GAE} critic.checkpoint.save_contents=[hf_model]": "critic.checkpoint.save_contents=['hf_model']: a list of model",
-    f"{GAE} critic.checkpoint.load_contents=[]": "critic.checkpoint.load_contents=[]: a list of model",
+    f"{GAE} critic.checkpoint.save_contents=[hf_model]": "save_contents=['hf_model']: null, or a list of model",
+    f"{GAE} critic.checkpoint.load_contents=[]": "critic.checkpoint.load_contents=[]: null, or a list of model",
     f"{ACTOR}.use_dynamic_bsz=False": "verl refuses the configuration: AssertionError: [actor] Please set at least one",
     f"{ROLLOUT}.tensor_model_parallel_size=2": "1 device(s) must make whole replicas; one replica takes 2",
     # a micro-batch must hold the longest sample
@@ -219,7 +221,7 @@ VERLS_MISTAKES = {
     f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
     # the advantages
     "algorithm=dapo reward.reward_manager.name=naive": "cfg.enable=True: must be False with reward.reward_manager",
-    "trainer.critic_warmup=2": "critic_warmup=2: must be 0: without a critic these steps train nothing",
+    "trainer.critic_warmup=2": "critic_warmup=2: 0: without a critic the steps before train nothing",
     "algorithm.use_pf_ppo=True": "use_pf_ppo=True: must be False: verl reweights the samples of gae alone",
     f"{VECTORIZED} {BY_STD}=False": f"{BY_STD}=False: must be True if {VECTORIZED}: verl divides by the standard deviation",
     f"{GDPO} {BY_STD}=False": f"{BY_STD}=False: must be True if {GDPO}: verl divides by the standard deviation",
@@ -227,14 +229,13 @@ VERLS_MISTAKES = {
     f"{RS}_threshold=2.0": f"{RS}_threshold=2.0: must be null: verl reads it only with rollout_rs",
     f"+{CORRECTION}.rollout_token_veto_threshold=0.0001": f"None, because verl 0.9.1 reads {RS} instead",
     # a model that the engines do not have
-    f"+{OVERRIDE}.rms_norm_eps=0.5": f"the same as {VLLM}.hf_overrides.rms_norm_eps=None if {ROLLOUT}.name=vllm",
+    f"+{OVERRIDE}.rms_norm_eps=0.5": f"left out, or the same as +{VLLM}.hf_overrides.rms_norm_eps, which is None",
     f"+{OVERRIDE}.model_config.rope_scaling.factor=2.0 +{VLLM}.hf_overrides.rope_scaling.factor=4.0": (
-        f"{OVERRIDE}.model_config.rope_scaling.factor=2.0: the same as {VLLM}.hf_overrides.rope_scaling.factor=4.0 if"
+        f"factor=2.0: left out, or the same as +{VLLM}.hf_overrides.rope_scaling.factor, which is 4.0 if"
     ),
     f"{CORRECTION}.bypass_mode=True": "False: verl changes the driver's loss after the workers",
     f"{CORRECTION}.loss_type=reinforce": "one of null, ppo_clip: only bypass_mode reads it",
     f"{ROLLOUT}.seed=null": "seed=None: an integer",
-    f"{MODEL}.lora_rank=8": "rollout.load_format=dummy: safetensors, or auto, with LoRA adapters",
     GDPO: "gdpo_reward_keys=None: a list of keys of the reward, such as [format,accuracy] if algorithm.adv_estimator=gdpo",
     f"{GDPO} +algorithm.gdpo_reward_keys=acc": "gdpo_reward_keys=acc: a list of keys",
     f"{GDPO} +algorithm.gdpo_reward_keys=[acc,form] +algorithm.gdpo_reward_weights=[1.0]": "null, or a number for each",
@@ -255,7 +256,6 @@ VERLS_MISTAKES = {
     f"{ROLLOUT}.log_prob_use_dynamic_bsz=False": "does not read it; use log_prob_micro_batch_size_per_gpu",
     # code and places that are named
     "trainer.logger=[file,wandbb]": "one or several of clearml, console, file, mlflow, ",
-    "trainer.logger=[file,tracking]": "trainer.logger=['file', 'tracking']: one or several of ",
     "trainer.logger=[]": "trainer.logger=[]: one or several of ",
     f"{ROLLOUT}.agent.default_agent_loop=mine": "one of single_turn_agent, tool_agent",
     f"{ROLLOUT}.agent.agent_loop_config_path=/nowhere.yaml": "a YAML list of agent loops, each with its name",

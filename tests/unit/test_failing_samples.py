@@ -65,7 +65,7 @@ def worker(function, *, sample_retries=2, handles=(), parts=(), use_v1=False, co
     limits = SimpleNamespace(failures=FailureLimits(sample_retries=sample_retries))
     made.config = SimpleNamespace(partial_rollout=limits, data={}, trainer=SimpleNamespace(use_v1=use_v1))
     made.rollout_config = SimpleNamespace(**rollout, agent=agent, val_kwargs=validation, calculate_log_probs=True)
-    correction = SimpleNamespace(rollout_is="token" if corrects else None, rollout_rs=None)
+    correction = {"rollout_is": "token"} if corrects else None
     made.config.algorithm = SimpleNamespace(rollout_correction=correction)
     made.tokenizer, made.tools, made.vocabulary = byte_tokenizer("", pad_token="<pad>"), [], 1000
     made._rewards, made._reward_s, made._parts = contextlib.nullcontext(), 5.0, parts

@@ -83,6 +83,8 @@ def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, mon
         "critic.model.tokenizer_path": ("conf/own_job.yaml", f"{ROOT}/conf/own_job.yaml"),
         "critic.model.config_path": (None, None),
         "trainer.project_name": ("model", "model"),
+        # verl takes a single one for a list, too.
+        "trainer.logger": ("wandb", ["wandb"]),
     }
     config = OmegaConf.create({})
     for key, (given, _) in paths.items():

@@ -170,7 +170,7 @@ def test_a_model_that_carries_state_is_padded_with_any_attention_unless_verl_spl
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | layout))
         assert in_force(choose(path, problem=None)) == (None, packs)
         assert in_force(choose(path, f"+{KEY}=eager")) == ("eager", packs)
-        said = "rows of actor_rollout_ref.model are padded: its layers would mix packed sequences"
+        said = "rows of actor_rollout_ref.model are padded: their layers would mix packed sequences"
         assert [line[: len(said)] for line in capsys.readouterr().out.splitlines()] == [said] * 2 * (not packs)
 
 

@@ -95,7 +95,7 @@ def _close(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_of(image: Image.Image, data: Any) -> bool:
-    """Whether ``image`` is that of the file ``data``."""
+    """Whether ``data`` is a file with the pixels of ``image``."""
     if not isinstance(data, bytes):
         return False
     file = opened(data)
@@ -103,7 +103,14 @@ def _is_of(image: Image.Image, data: Any) -> bool:
     source, unread = getattr(image, "fp", None), getattr(image, "tile", None)
     if unread and unread == file.tile and isinstance(source, BytesIO) and source.getvalue() == data:
         return True
-    return digest(image) == digest(file)
+    return (image.mode, image.size) == (file.mode, file.size) and _coloured(image).tobytes() == _coloured(
+        file
+    ).tobytes()
+
+
+def _coloured(image: Image.Image) -> Image.Image:
+    """``image`` with colours as pixels. Those of an image with a palette are indices into it."""
+    return image.convert("RGBA") if image.mode in ("P", "PA") else image
 
 
 def _open(part: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +145,5 @@ def listed(images: Any) -> list[Any]:
 def digest(image: Any) -> bytes:
     """Digest of the mode and the pixels of ``image``, of PIL or an array, which counts as RGB."""
     mode = getattr(image, "mode", "RGB")
-    # The pixels of these are places in a palette.
-    pixels = np.asarray(image.convert("RGBA") if mode in ("P", "PA") else image)
+    pixels = np.asarray(_coloured(image) if isinstance(image, Image.Image) else image)
     return hashlib.blake2b(f"{mode} {pixels.shape} {pixels.dtype}".encode() + pixels.tobytes(), digest_size=16).digest()

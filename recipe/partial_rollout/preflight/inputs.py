@@ -140,7 +140,7 @@ def check_noise(config: DictConfig, layout: PretrainedConfig) -> None:
 
 
 def check_positions(config: DictConfig, layout: PretrainedConfig) -> None:
-    """Check that prompt and response fit the model where no ``max_model_len`` says so: the engine would cut responses.
+    """Check that prompt and response fit the model's positions if ``max_model_len`` is null: verl would cut responses.
 
     Raises:
         ConfigError: they do not, or the model's config has no ``max_position_embeddings``, which verl's engine reads.
@@ -210,6 +210,7 @@ PACKAGES = (
         (name, "trainer.logger", name, f"pip install {name}")
         for name in ("swanlab", "wandb", "mlflow", "tensorboard", "clearml", "trackio")
     ),
+    ("wandb", "trainer.logger", "tracking", "pip install wandb"),
 )
 """(module, key, value of the key that needs the module, command that installs it); else a run fails with its engines
 up"""

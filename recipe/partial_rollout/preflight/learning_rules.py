@@ -15,7 +15,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.tracking import Tracking
 
 from recipe.partial_rollout.checkpoint.run_checkpoints import writable
-from recipe.partial_rollout.config.settings import OVERLONG, Correction, lora_rank
+from recipe.partial_rollout.config.settings import OVERLONG, Correction
 from recipe.partial_rollout.preflight.rule import (
     BATCH,
     CORRECTION,
@@ -51,8 +51,6 @@ _TEMPORARY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plas
 """most bytes of the path of Ray's temporary directory: Linux takes 107 for a socket, and Ray appends the rest"""
 DUAL_CLIPS = "vanilla", "dppo_tv", "dppo_kl"
 """losses of verl that read ``clip_ratio_c``"""
-_NO_PENALTY = {*REWARD_MANAGER} - {"dapo"}
-"""verl's other reward managers; one that a user registers later may have a penalty of its own"""
 NOT_UNDER_V1 = "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"
 """estimators that need a greedy baseline, columns of the reward, or sums over the vocabulary; v1 provides none of
 these"""
@@ -96,6 +94,11 @@ def _lora(model: str, strategy: str) -> tuple[Rule, ...]:
             *(unread(f"{model}.{fsdp}", strategy, f"set {full(model)}.lora.{name}") for fsdp, name in _LORA.items()),
         ),
     )
+
+
+def _lacks_penalty(name: str) -> bool:
+    """Whether ``name`` is one of verl's reward managers without DAPO's penalty; a user's may have one."""
+    return name != "dapo" and getattr(REWARD_MANAGER.get(name), "__module__", "").startswith("verl.")
 
 
 def _is_corrected(config: DictConfig) -> bool:
@@ -154,15 +157,6 @@ TRAINING = (
     ),
     # what is trained
     *_lora("model", "actor.strategy"),
-    *where(
-        lambda c: lora_rank(c) and not at(c, "model.lora.merge"),
-        Rule(
-            "rollout.load_format",
-            lambda v, _: "dummy" not in v,
-            "safetensors, or auto, with LoRA adapters",
-            "an engine gets the base model from its files, and the adapters alone from the trainer",
-        ),
-    ),
     *where(need_critic, *_lora("critic.model", "critic.strategy")),
     # for data/a[1]/x.parquet verl would read data/a1/x.parquet
     *(
@@ -236,8 +230,8 @@ TRAINING = (
     *(
         Rule(
             f"{who}.checkpoint.{contents}",
-            lambda v, _: "model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"},
-            "a list of model and any of optimizer, extra, hf_model",
+            lambda v, _: v is None or ("model" in v and {*v} <= {"model", "optimizer", "extra", "hf_model"}),
+            "null, or a list of model and any of optimizer, extra, hf_model",
             "without model a resume would start from the first weights",
             trained,
         )
@@ -246,7 +240,8 @@ TRAINING = (
     ),
     Rule(
         "trainer.logger",
-        lambda v, _: v and {*([v] if isinstance(v, str) else v)} <= {*Tracking.supported_backend},
+        # verl reads "tracking" as wandb.
+        lambda v, _: v and {*v} <= {*Tracking.supported_backend, "tracking"},
         "one or several of " + ", ".join(sorted(Tracking.supported_backend)),
     ),
 )
@@ -358,7 +353,12 @@ LEARNING = (
     ),
     *where(
         lambda c: not need_critic(c),
-        only("trainer.critic_warmup", 0, "without a critic these steps train nothing, and their prompts are lost"),
+        # verl updates the actor from step ``critic_warmup`` on.
+        Rule(
+            "trainer.critic_warmup",
+            lambda v, _: (v or 0) <= 1,
+            "0: without a critic the steps before train nothing, and their prompts are lost",
+        ),
     ),
     *where(
         (need_critic, lambda c: c.critic.strategy != "megatron"),
@@ -421,7 +421,7 @@ LEARNING = (
         "reward.reward_manager.source=register",
         Rule(
             f"{OVERLONG}.enable",
-            lambda v, c: not v or c.reward.reward_manager.name not in _NO_PENALTY,
+            lambda v, c: not v or not _lacks_penalty(c.reward.reward_manager.name),
             lambda c: f"must be False with reward.reward_manager.name={c.reward.reward_manager.name}",
             "only verl's dapo subtracts the penalty",
         ),

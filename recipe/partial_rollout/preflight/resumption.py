@@ -64,7 +64,7 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     given, own = os.environ.get(_FILE), run_dir / METRICS
-    if given and Path(given).resolve() != own.resolve():
+    if given and not trainer.get("val_only") and Path(given).resolve() != own.resolve():
         raise fail(_FILE, given, f"unset, or {own}: a resume, and each tool, looks for the metrics there")
     # It removes the keys of retention. They stay in the config that is saved with the run, so it gets a copy.
     keep = claim_retention(trainer.copy(), critic=need_critic(config))
@@ -87,7 +87,7 @@ def check_checkpoints(config: DictConfig) -> RunCheckpoints:
         loaded = f"{part}.checkpoint.load_contents"
         if not of_optimizer:
             _compare(key, checkpoints)
-        elif {"optimizer", "extra"} & {*OmegaConf.select(config, loaded)}:
+        elif {"optimizer", "extra"} & {*(OmegaConf.select(config, loaded) or ["optimizer"])}:
             why = f"verl trains with the checkpoint's value; {loaded}=[model] starts the optimizer anew with yours"
             _compare(key, checkpoints, why)
     return checkpoints

@@ -177,7 +177,8 @@ def check_left_out(config: DictConfig, dataset: Any, split: str, tokenizer: Any,
 def _check_filter(config: DictConfig, dataset: Any, rows: Sequence[int]) -> None:
     """Refuse a class of the user's if verl's filter fails on its rows in processes of its own, but not in this one.
 
-    A process lacks the methods that a class inherits if the class is of a file. The filter of a model that sees calls some.
+    If the class is in a file of the user's, such a process has it without the methods that it inherits from verl's class.
+    verl's filter calls some of them for models that take images.
 
     Args:
         dataset: without the filter.
@@ -186,7 +187,10 @@ def _check_filter(config: DictConfig, dataset: Any, rows: Sequence[int]) -> None
     if not rows or not config.data.custom_cls.path or not isinstance(dataset, RLHFDataset):
         return
     dataset.filter_overlong_prompts, dataset.num_workers = True, None
-    if len(dataset.maybe_filter_out_long_prompts(dataset.dataframe.select(_tried(rows, _SEEN)))):
+    left_out, path = dataset.dataframe.select(_tried(rows, _SEEN)), config.data.custom_cls.path
+    with refusing("data.custom_cls.path", path, "a class whose rows verl's filter can measure"):
+        fitting = len(dataset.maybe_filter_out_long_prompts(left_out))
+    if fitting:
         key = "data.filter_overlong_prompts_workers"
         words = (
             "null with this class of data.custom_cls: in a process of its own verl's filter leaves out rows that fit"

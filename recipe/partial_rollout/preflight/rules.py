@@ -71,7 +71,10 @@ _OF_ROLLOUT = {field.name: field.name for field in fields(RolloutConfig)} | {
 }
 """by vLLM's name of an argument, the key of ``rollout`` from which verl sets it"""
 _OVERRIDE = "model.override_config"
-_TRAINERS_OWN = re.compile(r"attn_implementation|use_cache|output_\w+|router_\w+_coef")
+_TRAINERS_OWN = re.compile(
+    r"attn_implementation|use_cache|output_\w+|router_\w+_coef|aux_loss_alpha|initializer_range|classifier_dropout"
+    r"|max_position_embeddings|(pad|bos)_token_id"
+)
 """finds keys of a model's config that do not change the distribution of its tokens"""
 _NEWER_ROUTES = (
     "the engine reports routes of its newest weights, but older ones sampled a resumed sample's first tokens"
@@ -167,6 +170,12 @@ _PARTIAL_ROLLOUT = (
         only("skip.rollout.enable", False, "the recipe makes the batches, not verl's rollout"),
         only("rollout.name", "vllm", "partial rollout can interrupt no other engine"),
         only("rollout.calculate_log_probs", True, "samples span versions: the engine's own log-probs are needed"),
+        Rule(
+            "rollout.load_format",
+            lambda v, c: "dummy" not in v or not lora_rank(c) or at(c, "model.lora.merge"),
+            "safetensors, or auto, with LoRA adapters",
+            "an engine that replaces a dead one gets only the adapters from the trainer, and the base model from its files",
+        ),
         only(
             "rollout.logprobs_mode",
             "processed_logprobs",
@@ -356,14 +365,14 @@ def _model_keys(config: DictConfig) -> Iterator[Rule]:
     """A rule for each key of the model that ``override_config`` changes, because verl gives these to no engine."""
     override, path = at(config, _OVERRIDE) or {}, _OVERRIDE
     if "model_config" in override:
-        override, path = override["model_config"], f"{path}.model_config"
+        override, path = override["model_config"] or {}, f"{path}.model_config"
     for name, _ in leaves(override):
         if not (_TRAINERS_OWN.fullmatch(name) or NOISE.fullmatch(name)):
             theirs = f"{_VLLM}.hf_overrides.{name}"
             yield Rule(
                 f"{path}.{name}",
                 lambda v, c, theirs=theirs: at(c, theirs) == v,
-                lambda c, theirs=theirs: f"the same as {full(theirs)}={at(c, theirs)}",
+                lambda c, theirs=theirs: f"left out, or the same as +{full(theirs)}, which is {at(c, theirs)}",
                 "verl overrides the trainer's model alone, and the engine would sample from another",
             )
 

@@ -278,6 +278,7 @@ also name a model of the hub, a class or a file of verl's."""
 def write_in_full(config: DictConfig) -> None:
     """Make the paths in the resolved ``config`` absolute in place, and replace ``~/`` at the beginning of any text.
 
+    A single logger becomes a list, because ``"wandb" in "vemlp_wandb"`` holds for text.
     A process of Ray has the working directory in which the cluster was started, which need not be the user's.
     """
     values: Any = OmegaConf.to_container(config)
@@ -286,6 +287,8 @@ def write_in_full(config: DictConfig) -> None:
         full = [_in_full(each, name) if isinstance(each, str) else each for each in given]
         if full != given:
             OmegaConf.update(config, key, full if isinstance(value, list) else full[0])
+    if isinstance(config.trainer.logger, str):
+        config.trainer.logger = [config.trainer.logger]
 
 
 def _in_full(path: str, name: str) -> str:

@@ -72,7 +72,7 @@ def choose_attention(config: DictConfig) -> None:
         instead = f"; verl's default is {FLASH} ({remedy})" if problem else ""
         say(f"attention of {' and '.join(fallen)}: torch's own{instead}")
     if padded:
-        say(f"rows of {' and '.join(padded)} are padded: its layers would mix packed sequences")
+        say(f"rows of {' and '.join(padded)} are padded: their layers would mix packed sequences")
 
 
 class _Fit(NamedTuple):

@@ -200,8 +200,9 @@ class ObservedAgentLoopWorker(AgentLoopWorker):
         """Run a sample as verl's worker does, but retry an agent loop or a reward that fails."""
         # Samples of a prompt share their row, and a loop or its reward may write into it.
         kwargs = deepcopy(kwargs)
-        correction = self.config.algorithm.rollout_correction
-        needs = not trajectory["validate"] and bool(correction.rollout_is or correction.rollout_rs)
+        correction = self.config.algorithm.rollout_correction or {}
+        reads = any(correction.get(key) for key in ("rollout_is", "rollout_rs"))
+        needs = reads and not trajectory["validate"]
         run_loop = partial(self._run_loop, self._maker(agent_name), sampling_params, kwargs, needs_log_probs=needs)
         with rollout_trace_attr(
             step=trajectory["step"],
