@@ -63,7 +63,14 @@ _BOUNDS = "partial_rollout.trust_region_bounds"
 _BACKEND = "rollout.checkpoint_engine.backend"
 _TESTED = f"is tested only with vLLM {', '.join(releases.TESTED)}"
 _VLLM = "rollout.engine_kwargs.vllm"
-_DRAFTS = f"{_VLLM}.speculative_config", f"{_VLLM}.speculative-config"
+
+
+def _spelt(name: str) -> tuple[str, str]:
+    """Keys of vLLM's argument ``name``, with underscores and with dashes: vLLM takes both."""
+    return f"{_VLLM}.{name}", f"{_VLLM}.{name.replace('_', '-')}"
+
+
+_DRAFTS = _spelt("speculative_config")
 _OF_ROLLOUT = {field.name: field.name for field in fields(RolloutConfig)} | {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
@@ -113,10 +120,7 @@ _ENGINES = (
     ),
     only("rollout.checkpoint_manager_class", None, "the recipe has its own"),
     only("trainer.checkpoint_callback_class", None, "only verl's v1 calls it, and before the checkpoint is complete"),
-    *(
-        only(f"{_VLLM}.{name}", None, "data.mm_processor_kwargs reaches the trainer, too")
-        for name in ("mm_processor_kwargs", "mm-processor-kwargs")
-    ),
+    *(only(key, None, "data.mm_processor_kwargs reaches the trainer, too") for key in _spelt("mm_processor_kwargs")),
 )
 _PARTIAL_ROLLOUT = (
     # the recipe's keys, compared with each other
@@ -268,12 +272,8 @@ _PARTIAL_ROLLOUT = (
             "vLLM raises a smaller one to 0.01, and 0 is greedy",
         ),
         *(
-            only(
-                f"{_VLLM}.{name}",
-                None,
-                "the engine's log-probs have the changes of its processors, and the trainer's do not",
-            )
-            for name in ("logits_processors", "logits-processors")
+            only(key, None, "the engine's log-probs have the changes of its processors, and the trainer's do not")
+            for key in _spelt("logits_processors")
         ),
         *where(
             lambda c: weight_granularity(at(c, LOSS)) is not WeightGranularity.TOKEN,

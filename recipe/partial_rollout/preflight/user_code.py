@@ -182,10 +182,8 @@ def agent_loops(config: DictConfig) -> set[str]:
     Raises:
         ConfigError: the file that names them, or one of them, does not load.
     """
-    path, words = (
-        at(config, _LOOPS),
-        "a YAML list of agent loops, each with its name and the _target_ of a class or function",
-    )
+    path = at(config, _LOOPS)
+    words = "a YAML list of agent loops, each with its name and the _target_ of a class or function"
     with refusing(full(_LOOPS), path, words):
         listed: Any = OmegaConf.load(resolve_config_path(path)) if path else []
         named = {str(loop["name"]): get_object(loop["_target_"]) for loop in listed}
