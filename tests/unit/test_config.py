@@ -221,7 +221,7 @@ VERLS_MISTAKES = {
     f"+{ROLLOUT}.repetition_penalty=1.2": "verl's default, 1.0, because verl 0.9.1 samples with 1.0",
     # the advantages
     "algorithm=dapo reward.reward_manager.name=naive": "cfg.enable=True: must be False with reward.reward_manager",
-    "trainer.critic_warmup=2": "critic_warmup=2: 0: without a critic the steps before train nothing",
+    "trainer.critic_warmup=2": "critic_warmup=2: must be 0: without a critic the earlier steps update nothing",
     "algorithm.use_pf_ppo=True": "use_pf_ppo=True: must be False: verl reweights the samples of gae alone",
     f"{VECTORIZED} {BY_STD}=False": f"{BY_STD}=False: must be True if {VECTORIZED}: verl divides by the standard deviation",
     f"{GDPO} {BY_STD}=False": f"{BY_STD}=False: must be True if {GDPO}: verl divides by the standard deviation",

@@ -1,12 +1,15 @@
 """What a command makes of its config: one of the user's own that extends ours, its paths, the jobs of a multirun."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
+from recipe.partial_rollout import main_ppo
 from recipe.partial_rollout.preflight.verl_keys import write_in_full
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +64,17 @@ def test_every_job_of_a_multirun_is_checked_and_needs_a_directory_of_its_own(tmp
     assert f"config error: trainer.default_local_dir=outputs/own_job/pr: {words}" in shared.stderr
 
 
+def test_validations_of_a_multirun_may_share_a_directory(capsys):
+    """They train nothing there, so that no job would resume another one's training."""
+    for val_only in (True, False):
+        config = OmegaConf.create({"trainer": {"default_local_dir": "run", "val_only": val_only}})
+        directories = set()
+        main_ppo.claim_directory(config, directories)
+        with contextlib.nullcontext() if val_only else pytest.raises(SystemExit):
+            main_ppo.claim_directory(config, directories)
+    assert "another directory for each job of a multirun" in capsys.readouterr().err
+
+
 def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, monkeypatch):
     """They mean the same wherever a process of the run was started."""
     for name in ("model", "train.parquet", "val.parquet", "reward.py"):
@@ -84,7 +98,7 @@ def test_paths_are_absolute_but_for_names_of_the_hub_and_addresses(tmp_path, mon
         "critic.model.config_path": (None, None),
         "trainer.project_name": ("model", "model"),
         # verl takes a single one for a list, too.
-        "trainer.logger": ("wandb", ["wandb"]),
+        "trainer.logger": ("tracking", ["wandb"]),
     }
     config = OmegaConf.create({})
     for key, (given, _) in paths.items():

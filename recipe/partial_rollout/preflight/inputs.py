@@ -210,7 +210,6 @@ PACKAGES = (
         (name, "trainer.logger", name, f"pip install {name}")
         for name in ("swanlab", "wandb", "mlflow", "tensorboard", "clearml", "trackio")
     ),
-    ("wandb", "trainer.logger", "tracking", "pip install wandb"),
 )
 """(module, key, value of the key that needs the module, command that installs it); else a run fails with its engines
 up"""

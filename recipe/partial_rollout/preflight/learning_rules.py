@@ -240,8 +240,7 @@ TRAINING = (
     ),
     Rule(
         "trainer.logger",
-        # verl reads "tracking" as wandb.
-        lambda v, _: v and {*v} <= {*Tracking.supported_backend, "tracking"},
+        lambda v, _: v and {*v} <= {*Tracking.supported_backend},
         "one or several of " + ", ".join(sorted(Tracking.supported_backend)),
     ),
 )
@@ -357,7 +356,8 @@ LEARNING = (
         Rule(
             "trainer.critic_warmup",
             lambda v, _: (v or 0) <= 1,
-            "0: without a critic the steps before train nothing, and their prompts are lost",
+            "must be 0",
+            "without a critic the earlier steps update nothing, and their prompts are lost",
         ),
     ),
     *where(

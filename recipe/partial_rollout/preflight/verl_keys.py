@@ -278,8 +278,8 @@ also name a model of the hub, a class or a file of verl's."""
 def write_in_full(config: DictConfig) -> None:
     """Make the paths in the resolved ``config`` absolute in place, and replace ``~/`` at the beginning of any text.
 
-    A single logger becomes a list, because ``"wandb" in "vemlp_wandb"`` holds for text.
     A process of Ray has the working directory in which the cluster was started, which need not be the user's.
+    ``trainer.logger`` becomes a list of verl's present names.
     """
     values: Any = OmegaConf.to_container(config)
     for key, value in leaves(values):
@@ -287,8 +287,9 @@ def write_in_full(config: DictConfig) -> None:
         full = [_in_full(each, name) if isinstance(each, str) else each for each in given]
         if full != given:
             OmegaConf.update(config, key, full if isinstance(value, list) else full[0])
-    if isinstance(config.trainer.logger, str):
-        config.trainer.logger = [config.trainer.logger]
+    # In text, "wandb" would be found within "vemlp_wandb". "tracking" is verl's old name of wandb.
+    loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger
+    config.trainer.logger = ["wandb" if each == "tracking" else each for each in loggers]
 
 
 def _in_full(path: str, name: str) -> str:

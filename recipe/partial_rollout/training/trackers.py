@@ -14,7 +14,7 @@ from shlex import quote
 from recipe.partial_rollout.config.keys import fail, refusing
 from verl_ext import swanlab_board
 
-SWANLAB, WANDB, _WANDB_TOO = "swanlab", "wandb", "tracking"
+SWANLAB, WANDB = "swanlab", "wandb"
 MODE, LOG_DIR = "SWANLAB_MODE", "SWANLAB_LOG_DIR"
 CLOUD, LOCAL = ("cloud", "online"), "local"
 
@@ -41,7 +41,7 @@ def check_trackers(loggers: Iterable[str]) -> None:
     Raises:
         ConfigError: a tracker lacks a login, or SwanLab's mode is none.
     """
-    if {WANDB, _WANDB_TOO} & {*loggers}:
+    if WANDB in loggers:
         _check_wandb()
     if SWANLAB in loggers:
         _choose_mode()

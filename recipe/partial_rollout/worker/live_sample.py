@@ -289,8 +289,11 @@ class OneOfASample:
     An agent loop that forks may copy its attributes; a copy of such an object is the object itself.
     """
 
+    _home: asyncio.AbstractEventLoop
+
     def __init__(self) -> None:
-        self._home = asyncio.get_running_loop()
+        # ``TimedTool`` passes on what is assigned to it.
+        vars(self)["_home"] = asyncio.get_running_loop()
 
     def __copy__(self) -> Self:
         return self
@@ -341,9 +344,9 @@ class TimedTool(OneOfASample):
     def __init__(
         self, tool: Any, clock: SampleClock, timeout_s: float | None, record_error: Callable[[Exception], Any]
     ) -> None:
-        # By name, because an attribute that is set is the tool's.
+        super().__init__()
+        # An attribute that is assigned becomes the tool's.
         vars(self).update(
-            _home=asyncio.get_running_loop(),
             _tool=tool,
             _clock=clock,
             _timeout_s=timeout_s,
